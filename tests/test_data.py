@@ -700,6 +700,15 @@ def test_another_tokenizer_in_its_place_is_seen(tmp_path, bpe):
     assert any("tokenizer.json" in p.message for p in problems)
 
 
+@pytest.mark.parametrize("name", ["special_tokens_map.json", "added_tokens.json"])
+def test_what_was_laid_beside_its_tokenizer_is_seen(tmp_path, bpe, name):
+    """transformers takes another end of documents from the one, another vocabulary from the other."""
+    out = built(tmp_path, bpe, jsonl(tmp_path / "a.jsonl"))
+    (out / "tokenizer" / name).write_text("{}")
+    (problem,) = manifest.damage(out, manifest.read(out), thorough=False)
+    assert problem.message == f"`{out}/tokenizer/{name}` is not of this dataset"
+
+
 def test_a_vocabulary_that_is_too_small_is_refused(tmp_path, bpe, capsys):
     out = built(tmp_path, bpe, jsonl(tmp_path / "a.jsonl"))
     assert run("check", out, "--vocabulary", 289) == 1

@@ -119,7 +119,10 @@ def data(context: "Context") -> dict[str, Any]:
     recipe = context.lowering.plan.recipe.data
     found = identity.hashes(identity.tree(recipe, context.checkout))
     # In the form that a receipt leaves as it is: names without a `/`, and of each its hash.
-    return {"name": recipe.name, "files": {k.replace("/", "."): {"sha256": v} for k, v in (found or {}).items()}}
+    return {
+        "name": recipe.name,
+        "files": {k.replace("/", "."): {"sha256": v} for k, v in (found or {}).items() if k != identity.SPECIAL},
+    }
 
 
 def forecast(lowering: Lowering) -> dict[str, Any]:

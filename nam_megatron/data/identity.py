@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 SAMPLES = "training.jsonl"  # Megatron-Bridge's name for prompts and answers
 # Files that are hashed whole: up to 256 MiB, read in a fraction of a second. Larger ones are known by their size and by as much of them.
 WHOLE, BLOCK = 2**28, 2**16
+SPECIAL = f"{manifest.TOKENIZER}/special tokens"  # as `data.json` names what else decides them; older ones lack it
+SAYING = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 VOCABULARIES = ("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt")  # of tokenizers without a `tokenizer.json`
 
 
@@ -52,7 +54,10 @@ def stored(path: Path) -> dict[str, str] | None:
 
 def differing(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
     """Files that are not the same in both."""
-    return [name for name in dict.fromkeys((*before, *after)) if before.get(name) != after.get(name)]
+    unknown = {SPECIAL} - (before.keys() & after.keys())
+    return [
+        name for name in dict.fromkeys((*before, *after)) if before.get(name) != after.get(name) and name not in unknown
+    ]
 
 
 def tokens(path: Path) -> dict[str, Any] | None:
@@ -118,5 +123,9 @@ def _tokenizer(folder: Path) -> dict[str, Any]:
     name = f"{manifest.TOKENIZER}/{manifest.TOKENS}"
     if (path := folder / manifest.TOKENS).exists():
         found = _file(path)
-        return {name: found | ({"sha256": laid_out(said)} if (said := tokens(path)) is not None else {})}
+        special = {
+            n: {k: v for k, v in (tokens(folder / n) or {}).items() if n != SAYING[0] or "token" in k} for n in SAYING
+        }
+        of_text = found | ({"sha256": laid_out(said)} if (said := tokens(path)) is not None else {})
+        return {name: of_text, SPECIAL: {"sha256": laid_out(special)}}
     return {f"{manifest.TOKENIZER}/{n}": _file(folder / n) for n in VOCABULARIES if (folder / n).exists()}

@@ -443,6 +443,11 @@ def test_a_run_goes_on_with_its_data_and_no_other(tmp_path):
     (rank,) = run(tmp_path, *save, on)
     assert rank.code == 2 and "iter_0000004` is damaged: it was saved as `iter_0000002`" in rank.err
     (tmp_path / "ckpt" / TRACKER).write_text("2")
+    special = tmp_path / "words" / "special_tokens_map.json"
+    special.write_text('{"eos_token": "a"}')  # documents would end elsewhere
+    (rank,) = run(tmp_path, *save, on)
+    assert rank.code == 2 and "trained on other data: `tokenizer/special tokens` has another hash" in rank.err
+    special.unlink()
     assert len(trained(run(tmp_path, *save, on))) == 2
 
 
