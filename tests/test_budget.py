@@ -213,7 +213,7 @@ SIX = ("cluster.gpus_per_node=6", "schedule.global_batch_size=48")
     [
         ((), False), (("cluster.gpus_per_node=8",), False), (SIX, True),
         ((*SIX, *(f"feature.distributed_optimizer.overlap_{what}=false" for what in ("param_gather", "grad_reduce"))), False),
-        ((*SIX, "optim=muon"), False),
+        ((*SIX, "optim=muon"), False), ((*SIX, "model.blocks.moe.expert_hidden_size=2688"), False),
     ],
 )  # fmt: skip
 def test_a_copy_of_experts_weights_is_forecast_where_buckets_part_them(words, copies):

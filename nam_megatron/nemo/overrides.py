@@ -363,7 +363,7 @@ def _corpus(recipe: Recipe, changed: dict[str, Any], now: Mapping[str, Any]) -> 
     if apart or len(parts) > 1:
         data |= {"name": "blend", "path": None, "parts": parts}
     if apart:
-        data |= {"valid_parts": _parts(apart[1]), "split": None}
+        data |= {"valid_parts": _parts(apart[1])}
     return from_tree(to_tree(recipe) | {"data": data})
 
 

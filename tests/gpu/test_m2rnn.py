@@ -87,6 +87,15 @@ def test_every_way_to_cut_it(report, config):
     bench.check_scan(report, "", 9, 1, 1, torch.float32, config=kernel.Config(**config), k=32)
 
 
+def test_the_last_state_alone_may_have_a_gradient(report):
+    x, found = bench.inputs(9, 1, 1, dtype=torch.float32, k=16), []
+    q, k, v = x.qkv.split([x.k, x.k, x.v], -1)
+    for scan in (kernel.scan, naive.scan):
+        f = x.f.clone().requires_grad_()
+        found += torch.autograd.grad(scan(q, k, v.unflatten(-1, (1, x.v)), f, x.w, x.h0)[1].sum(), f)
+    report.check("f", bench.error(*found), 1e-4)
+
+
 def test_packed_documents(report):
     if INTERPRETED:
         bench.check_documents(report, [0, 2, 2, 11], 1, k=16)

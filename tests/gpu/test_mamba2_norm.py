@@ -28,7 +28,7 @@ def inputs(tokens, samples, groups, width, batch_first, dtype):
     """x, the weight, the gradient of the output."""
     x = torch.randn(tokens, samples, groups * width, device=DEVICE).to(dtype)
     x = x.transpose(0, 1).contiguous().transpose(0, 1) if batch_first else x
-    weight, back = torch.randn(groups * width, device=DEVICE).to(dtype), torch.randn(x.shape, device=DEVICE).to(dtype)
+    weight, back = torch.randn(groups * width, device=DEVICE).to(dtype), torch.randn_like(x)
     return x.requires_grad_(), weight.requires_grad_(), back
 
 

@@ -169,6 +169,12 @@ def test_the_mends_that_a_trainer_says_stood_are_in_its_outcome(tmp_path):
     assert came["mends"] == Redactor({}).tree(came)["mends"] == {"step_rate": known.sha256}
 
 
+@pytest.mark.parametrize(("job", "every"), [({"trainer": "bridge", "log_interval": 10}, 10), ({"log_interval": 10}, 1)])
+def test_bridges_first_line_is_of_as_many_steps_as_the_others(tmp_path, monkeypatch, job, every):
+    monkeypatch.setattr(outcome.steps, "bad_put", lambda *_, every: every)
+    assert outcome.of_run(tmp_path, {"nonce": "mine", "job": job})["bad_put"] == every
+
+
 def test_a_killed_launcher_is_lost_and_its_trainer_dies(root):
     mark = f"touch={root.parent}/running"
     launcher = Launcher.start(root, f"steps=50 sleep=0.2 {mark}")

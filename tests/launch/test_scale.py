@@ -66,6 +66,7 @@ def test_messages_grow_with_ranks_and_slower_links_and_one_batch_shrinks_the_wor
     assert sent[0] == 0 and sent == sorted(sent) and sent[1] * 7 / 4 == pytest.approx(sent[2])
     # 15 of 16 parts of as many bytes, over links of 50 GB/s and no longer 280.
     assert sent[3] / sent[2] == pytest.approx((15 / 16 * 280) / (7 / 8 * 50))
+    assert scale.forecast(run(FOUR), [16], network=900)[0].messages_ms == pytest.approx(sent[2] * (15 / 16) / (7 / 8))
     slow, fast = (scale.forecast(run(FOUR), [64], network=rate)[0] for rate in (25, 50))
     assert slow.messages_ms == pytest.approx(2 * fast.messages_ms) and slow.hidden_ms > fast.hidden_ms
     halves = scale.forecast(run(FOUR), [2, 4, 8], batch=128)

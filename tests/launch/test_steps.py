@@ -180,6 +180,7 @@ def test_nccls_view_and_ours(tmp_path):
     (tmp_path / "nccl.h.1").write_text(
         "h:1:1 [0] NCCL INFO NCCL version 2.28.9+cuda13.0\n"
         "h:1:9 [0] NCCL INFO Using network IB\n"
+        "h:1:9 [0] NCCL INFO ncclCommInitRankConfig comm 0x54 rank 2 nranks 3 cudaDev 0 nvmlDev 0 busId 18000 commId 0x1 - Init START\n"
         "h:1:9 [0] NCCL INFO ncclCommInitRankConfig comm 0x55 rank 0 nranks 4 cudaDev 0 nvmlDev 0 busId 18000 commId 0x1 - Init START\n"
         "h:1:9 [0] NCCL INFO ncclCommSplit comm 0x56 rank 1 nranks 2 cudaDev 0 nvmlDev 0 busId 18000 parent 0x55 - Init START\n"
     )
