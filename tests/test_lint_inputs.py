@@ -167,6 +167,8 @@ def test_what_arguments_cannot_say_is_listed(base, change, says):
         (NEMOTRON_3_NANO, {"conv_kernel": 3}, "conv_kernel: 3"),
         (LLAMA, {"model_type": "gemma2"}, "its MLPs are gated GELU"),
         (GPT_OSS, {"swiglu_limit": 5.0}, "swiglu_limit: 5.0"),
+        (GPT_OSS, {"swiglu_alpha": 1.0}, "swiglu_alpha: 1.0"),
+        (LLAMA, {"layer_types": ["indexed_attention"] * 32}, "indexed_attention"),
         (GPT_OSS, {"layer_types": ["chunked_attention"] * 24}, "chunked_attention"),
         (
             GPT_OSS,

@@ -51,7 +51,7 @@ HOLD: Mapping[str, tuple[type, str]] = {
 REAL = {
     "rms_norm_eps", "layer_norm_epsilon", "norm_eps", "layer_norm_eps", "initializer_range", "rope_theta", "partial_rotary_factor",
     "hidden_dropout", "attention_dropout", "routed_scaling_factor", "swiglu_limit", "router_aux_loss_coef", "aux_loss_alpha",
-    "router_jitter_noise", "residual_dropout", "resid_pdrop", "embd_pdrop", "z_loss_coefficient",
+    "router_jitter_noise", "swiglu_alpha", "residual_dropout", "resid_pdrop", "embd_pdrop", "z_loss_coefficient",
 }  # fmt: skip
 MAY_BE_0 = REAL | {"first_k_dense_replace"}
 # Keys that a dense model has no use for.
@@ -357,6 +357,10 @@ SAID: Mapping[str, tuple[str, ...]] = {
 LISTED = {"gpt_oss", "ministral", "cwm", "dots1"}  # whose `layer_types` say which layers have a window
 WINDOWED = {"mixtral", "mistral", "phi3", *LISTED}
 LINEAR = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
+SPARSE, INDEXED = (
+    {"deepseek_v32"},
+    {"deepseek_sparse_attention", "indexed_attention"},
+)  # the second since transformers 5.24
 
 
 def _whole(s: Said) -> None:
@@ -380,9 +384,8 @@ def _elsewhere(s: Said) -> None:
         s.typed(key)
     if kind not in WINDOWED and root.get("sliding_window") and root.get("use_sliding_window", True):
         s.refuse("sliding_window", f"`sliding_window: {root['sliding_window']}` of `{kind}`", OURS)
-    if kind not in LINEAR | LISTED and (
-        others := {*(root.get("layer_types") or ())} - {"full_attention", "deepseek_sparse_attention"}
-    ):
+    full = {"full_attention", *(INDEXED if kind in SPARSE else ())}
+    if kind not in LINEAR | LISTED and (others := {*(root.get("layer_types") or ())} - full):
         s.refuse("layer_types", f"`layer_types`: {', '.join(map(str, sorted(others)))}", OURS)
     if (limits := root.get("time_step_limit")) and [_float(x) for x in limits] != [0.0, float("inf")]:
         s.refuse("time_step_limit", f"`time_step_limit: {limits}`")
@@ -647,6 +650,7 @@ def _gpt_oss(s: Said) -> Words:
     if s.need("attention_bias") is not True:
         s.refuse("attention_bias", "`attention_bias: false` of `gpt_oss`", OURS)
     s.only("swiglu_limit", 7.0, lack=f"its code clamps at 7.0, whatever the file says: {OURS}")
+    s.only("swiglu_alpha", 1.702, lack=f"{MEGATRON}: its quick GELU has 1.702")
     s.only(
         "experts_per_token", s.get("num_experts_per_tok"), lack="it stands beside `num_experts_per_tok`: leave one out"
     )
@@ -876,8 +880,8 @@ def _scored(s: Said) -> Words:
     _depths(s)
 
 
-# transformers 5's names of Nemotron-H's layers, and Megatron's symbols.
-SYMBOLS = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E"}
+# Names of Nemotron-H's layers in transformers 5, those of 5.17 and later beside the older, and Megatron's symbols.
+SYMBOLS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
 
 
 def _pattern(s: Said) -> str:

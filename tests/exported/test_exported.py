@@ -18,9 +18,11 @@ from pathlib import Path
 
 import drawn
 import pytest
+from hf_configs import CONFIGS
 
 from nam_megatron.hf import __main__ as command
 from nam_megatron.hf import export, folder
+from nam_megatron.lint import huggingface
 
 HERE = Path(__file__).parent
 INSIDE = HERE / "inside"
@@ -61,6 +63,19 @@ def test_inside(version, exports, tmp_path):
     line += [f"--confcutdir={INSIDE}", f"--rootdir={INSIDE}", *sorted(INSIDE.glob("check_*.py"))]
     ran = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_published_config_is_the_same_model_as_that_version_writes_it(version, tmp_path):
+    """Names of layers and places of keys move between versions; what a file leaves out they fill in."""
+    known = {name: keys for name, keys in CONFIGS.items() if keys["model_type"] != "kimi_k2"}  # whose code is its own
+    line = [python_of(version), "-W", "ignore", INSIDE / "written.py", tmp_path]
+    wrote = subprocess.run(line, input=json.dumps(known), capture_output=True, text=True, check=False)
+    assert wrote.returncode == 0, wrote.stderr
+    for name, keys in known.items():
+        found, _ = huggingface.words(json.loads((tmp_path / name / "config.json").read_text()), name)
+        filled = [] if "initializer_range" in keys else ["--init-method-std", str(0.02)]
+        assert [word for word in found if word not in filled] == huggingface.words(keys, name)[0], name
 
 
 def test_what_pyproject_allows_is_what_is_tested():
