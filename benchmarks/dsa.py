@@ -468,7 +468,7 @@ def layer(kind: str, number: int, config):
     from nam_megatron.recipe import load
     from nam_megatron.runtime import stack
 
-    blocks = load("nam56r").model.blocks
+    blocks = load("nam56r").blocks
     keys = {"mla": {"kernels": "megatron"}, "dsa": {"kernels": "fused" if kind == "dsa" else "megatron"}}
     blocks = blocks.model_copy(update={k: blocks.of(k).model_copy(update=said) for k, said in keys.items()})
     which, site = "mla" if kind == "mla" else "dsa", SimpleNamespace(blocks=blocks)

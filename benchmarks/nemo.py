@@ -155,7 +155,8 @@ def trained(command: Sequence[str], lowering: Lowering, log: Path, limit: float)
     for line in log.read_text(errors="replace").splitlines():
         hits = {key: pattern.search(line) for key, pattern in FIGURES.items()}
         if hits["step"] and hits["loss"]:
-            found["steps"].append({key: float(hit[1]) for key, hit in hits.items() if hit})
+            step = {key: float(hit[1]) for key, hit in hits.items() if hit}
+            found["steps"] += [step] * (step not in found["steps"])  # NeMo-Run prints a job's lines twice
         if peak := PEAK.search(line):
             found["peak_allocated_gb"] = round(max(found.get("peak_allocated_gb", 0), int(peak[1]) / 1e9), 3)
     if times := [step["ms"] for step in found["steps"] if step["step"] > WARM]:
