@@ -8,6 +8,7 @@ from nam_megatron.errors import Refused
 from nam_megatron.lint import lint, recipe, report
 from nam_megatron.lint.container import SPELLED
 from nam_megatron.lint.follow import shown
+from nam_megatron.lint.others import of_tree
 from nam_megatron.targets import current
 
 VERL = """
@@ -604,3 +605,17 @@ def test_a_checkpoint_to_roll_out_with_says_nothing_of_the_model(mode, found):
     )
     text = f"python train.py --hf-checkpoint /models/Qwen3-8B --load /models/Qwen3-8B_torch_dist {mode} {flags}"
     assert any(f.id == "not-the-card" and "qk norm" in f.detail for f in lint(text).findings) == found
+
+
+def test_rlinf_is_not_areal():
+    tree = {
+        "runner": {},
+        "actor": {
+            "model": {"precision": "fp16", "tensor_model_parallel_size": 4},
+            "megatron": {"ckpt_format": "torch"},
+        },
+    }
+    said = of_tree(tree, current())
+    assert (said.program, said.words) == ("RLinf", ("--tensor-model-parallel-size=4", "--ckpt-format=torch"))
+    del tree["runner"]
+    assert of_tree(tree, current()).program == "AReaL"

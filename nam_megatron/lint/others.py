@@ -109,6 +109,13 @@ PROGRAMS = (
         model=("pretrain",),
     ),
     Program(
+        "RLinf",
+        dict.fromkeys(("actor.model", "actor.megatron", "actor.optim"), "args"),
+        marks=("runner", "actor"),
+        model=("rollout.model.model_path",),
+        own=("normalization", "optimizer", "precision", "position_embedding_type", "seed"),
+    ),
+    Program(
         "AReaL",
         {"actor.megatron": "model", "actor.megatron.ddp": "ddp"},
         {"actor.optimizer.lr": "lr", "actor.optimizer.weight_decay": "weight_decay", "actor.optimizer.beta1": "adam_beta1",

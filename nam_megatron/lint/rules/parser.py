@@ -219,7 +219,7 @@ def _unknown(a: Args, m: Model) -> Iterator[str]:
     found = [(t.about, tuple(t.detail.split(", "))) for t in a.trouble if t.rule == "unknown-variable"]
     found += [(a.written(name), names) for name, names in a.open_values()]
     for what, names in found:
-        for name in names:
+        for name in (re.sub(r"^(\w+)[%#:/,^@].*", r"\1", name) for name in names):  # `${name%/}` hangs on `name`
             if not set_where(a.launch.text, name) and (close := _nearly_set(a.launch.text, name)):
                 yield f"{what}\tnothing in the text sets {name}, but {close}"
 
