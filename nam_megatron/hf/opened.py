@@ -40,6 +40,8 @@ def open_model(
         read = folder.reader(path, tensors)
     else:
         step = distributed.step_folder(path)
+        raise_if(Problem(f"checkpoint `{step}` is damaged: {what}") for what in checksums.damage(step))
+        raise_if(Problem(f"checkpoint `{step}` {why}") for why in foreign(step))
         plan = load_plan(plan_of(path, step)).plan
         config = config_for(plan)
         tensors = list(describe.tensors(config.to_dict()))
@@ -90,11 +92,10 @@ def identity(path: Path) -> dict[str, Any]:
     """What a result is bound to: the step; the hash of an export's weights, None: a checkpoint; and the hash of the checkpoint's
     checksums, which its export repeats. unproven: what of these nothing but the export's own manifest says.
 
-    Raises:
-        Refused: an export or a checkpoint that is not what was saved.
+    That the files are so is looked at where the model is opened. Raises Refused for what says nothing of itself.
     """
     if is_export(path):
-        said = folder.load_json(path / folder.MANIFEST)  # that its files are so is looked at where the model is opened
+        said = folder.load_json(path / folder.MANIFEST)
         hashes = {name: str(sha) for name, sha in (content.hashes(said) or {}).items() if name.endswith(".safetensors")}
         if said.get("weights") != folder.fingerprint(hashes):
             hint = "export again, or copy the whole folder"
@@ -109,9 +110,8 @@ def identity(path: Path) -> dict[str, Any]:
         unproven = [key for key in ("step", "checkpoint") if said.get(key) is not None]
         return {"step": step, "weights": said["weights"], "checkpoint": checkpoint, "unproven": unproven}
     step = distributed.step_folder(path)
-    raise_if(Problem(f"checkpoint `{step}` is damaged: {what}") for what in checksums.damage(step))
-    raise_if(Problem(f"checkpoint `{step}` {why}") for why in foreign(step))
-    return {"step": step.name, "weights": None, "checkpoint": checksums.whole(step), "unproven": []}
+    bound = checksums.whole(step) if (step / checksums.NAME).is_file() else None
+    return {"step": step.name, "weights": None, "checkpoint": bound, "unproven": []}
 
 
 def another_tokenizer(path: Path, given: Path) -> Iterator[Problem]:

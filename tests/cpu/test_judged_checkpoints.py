@@ -519,7 +519,7 @@ def test_a_step_of_another_run_or_another_step_is_told(step):
     assert text == "is of another run: `optim.lr` is 0.5 in its `plan.json`, and 0.0003 in the run's"
     (problem,) = checkpoint.another(step.parent, lowered(*words))
     assert problem.message == f"checkpoint `{step}` {text}" and problem.key == "schedule.load"
-    for ask in (opened.identity, lambda step: export.checked(step, lowered(*words).plan)):
+    for ask in (opened.open_model, lambda step: export.checked(step, lowered(*words).plan)):
         with pytest.raises(Refused, match=r"is of another run: `optim\.lr`"):
             ask(step)
     first, moved = (("data=built", f"data.path={built(step.parents[1] / name, '1')}") for name in ("d", "e"))
