@@ -106,7 +106,10 @@ def test_warps_that_have_different_work(case, monkeypatch):
     assert served == [1] * (0 if case in bench.SPECIALISED[-2:] else -(-case.b // launch.entries))
     assert found == bench.errors(replace(case, launch=launch), DEVICE)
     other = bench.errors(replace(case, launch=launch._replace(specialised=0)), DEVICE)
-    assert not {name: (error, other[name]) for name, error in found.items() if error > 1.3 * other[name] + 1e-5}
+    of_one = 2e-4 if case.shape.heads == 1 else 0.0  # a head's bias is one figure, and as near as rounding has it
+    assert not {
+        name: (error, other[name]) for name, error in found.items() if error > 1.3 * other[name] + 1e-5 + of_one
+    }
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[1], WALKED[0], WALKED[1]], ids=str)
