@@ -80,7 +80,7 @@ def test_the_next_run_goes_on_from_it(tmp_path):
     """After a kill in a save, of which a part lies there. Of a process Megatron logs the second loss as the mean of two."""
     norm = "grad norm"
     whole = logged(run(tmp_path, *saving(tmp_path / "whole")), norm)
-    tried(tmp_path / "run", "4:SIGKILL:os.rename")
+    tried(tmp_path / "run", "7:SIGKILL:os.rename")
     reached = newest(tmp_path / "run")
     assert 0 < reached < 4
     (rank,) = run(tmp_path, *saving(tmp_path / "run", f"schedule.load={tmp_path}/run/ckpt"))
