@@ -110,9 +110,8 @@ def damage(folder: Path, manifest: Manifest, thorough: bool) -> Iterator[Problem
         elif (thorough or name.startswith(f"{TOKENIZER}/")) and digest(path) != file.sha256:
             what = "another tokenizer than the dataset's" if name.startswith(TOKENIZER) else "not what was built"
             yield Problem(f"`{path}` is {what}", key="data.path", hint="build the dataset again")
-    for path in sorted(
-        (folder / TOKENIZER).glob("*")
-    ):  # transformers takes special tokens from files that we do not write
+    # transformers takes special tokens from files that we do not write
+    for path in sorted((folder / TOKENIZER).glob("*")):
         if f"{TOKENIZER}/{path.name}" not in (*manifest.files, *all_files):
             yield Problem(f"`{path}` is not of this dataset", key="data.path", hint="take it away")
 

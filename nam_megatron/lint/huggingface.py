@@ -357,10 +357,8 @@ SAID: Mapping[str, tuple[str, ...]] = {
 LISTED = {"gpt_oss", "ministral", "cwm", "dots1"}  # whose `layer_types` say which layers have a window
 WINDOWED = {"mixtral", "mistral", "phi3", *LISTED}
 LINEAR = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
-SPARSE, INDEXED = (
-    {"deepseek_v32"},
-    {"deepseek_sparse_attention", "indexed_attention"},
-)  # the second since transformers 5.24
+SPARSE = {"deepseek_v32"}
+INDEXED = {"deepseek_sparse_attention", "indexed_attention"}  # the second since transformers 5.24
 
 
 def _whole(s: Said) -> None:
