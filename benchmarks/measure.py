@@ -39,6 +39,11 @@ FULL_ONE = ("cluster=h200_1", "schedule.global_batch_size=16", "schedule.train_s
 # As many microbatches on each of two GPUs.
 FULL_TWO = ("cluster=h200_2", "schedule.global_batch_size=32", *FULL_ONE[2:])
 FULL_FOUR = ("cluster=h200_4", GBS64, *FULL_ONE[2:])
+SETTLED = (
+    "schedule.train_steps=60",
+    "schedule.decay_steps=60",
+    "optim.warmup_steps=4",
+)  # how even routing is, each step's loss says
 # As many tokens, in another layout of them.
 LAYOUTS = {
     "data": (),
@@ -150,6 +155,10 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
         f"{stack}52_two_{name}": (preset, (*FULL_TWO, *micro, *WHOLE, *LAYOUTS[name]))
         for stack, preset, micro in (("native", "nam56r_native_dp_fused", ()), ("author", "nam56r_fused", (MBS2,)))
         for name in LAYOUTS
+    },
+    **{
+        f"native52_two_{name}_settled": ("nam56r_native_dp_fused", (*FULL_TWO[:2], *SETTLED, *WHOLE, *LAYOUTS[name]))
+        for name in ("data", "gathered")
     },
     "native52_two_exchanged": ("nam56r_native_dp_fused", (*FULL_TWO, "parallel.expert=2", "execution.moe.dispatcher=alltoall")),
     "author52_two_exchanged": ("nam56r_fused", (*FULL_TWO, MBS2, "parallel.expert=2", "execution.moe.dispatcher=alltoall")),

@@ -136,12 +136,22 @@ JOBS = {
     "prove_streams": Job(1, 5, PROVE % ("streams", "nam52_h200_dense_ref_v1") + f' --with "cluster=h200_1 +overlay=fused {WHOLE}"', gib=22),
     "prove_shared": Job(2, 5, RESUMED % ("shared", "nam56r_fused") + ' --with "cluster=h200_2 +overlay=cp"'),
     "prove_shared_native": Job(2, 4, RESUMED % ("shared_native", "nam56r_native_dp") + ' --with "cluster=h200_2 +overlay=cp"'),
-    "prove_two": Job(
-        2, 4,
-        RESUMED % ("two", "nam56r_native_dp_fused")
-        + f' --with "cluster=h200_2 parallel.expert=2 execution.moe.dispatcher=gathered {WHOLE}"'
-        f' --with "cluster=h200_2 parallel.tensor=2 parallel.sequence=true {WHOLE}"',
-        gib=20,
+    **{
+        f"prove_two_{name}": Job(
+            2, 6, RESUMED % (f"two_{name}", "nam56r_native_dp_fused") + f' --with "cluster=h200_2 {words} {WHOLE}"', gib=20
+        )
+        for name, words in (
+            ("experts", "parallel.expert=2 execution.moe.dispatcher=gathered"),
+            ("tensor", "parallel.tensor=2 parallel.sequence=true"),
+        )
+    },
+    # Laws that say "untried": FP8's kept inputs and bf16 rates under an FSDP, bf16 rates with tensor ranks.
+    "prove_untried": Job(
+        2, 6,
+        PROVE % ("untried", "nam56r_fused")
+        + ' --with "cluster=h200_2 +overlay=fp8 parallel.tensor=2 parallel.sequence=true allow.mamba3-rates-tensor=tried"'
+        ' --with "cluster=h200_2 +overlay=[fp8,fsdp_ep] allow.fp8-inputs-fsdp=tried allow.mamba3-rates-fsdp=tried"',
+        gib=40,
     ),
     "prove_sharded": Job(
         2, 6,
@@ -230,6 +240,12 @@ JOBS = {
         for name in ("data", "gathered", "exchanged", "tensor", "context")
         for stack in ("native", "author")
     },
+    # Experts over two GPUs once routing is even.
+    "settled": Job(
+        2, 6.5,
+        "benchmarks/measure.py --profile --out {out}/settled.json --data {data} native52_two_gathered_settled native52_two_data_settled",
+        "data",
+    ),
     "fp8": Job(
         1, 8,
         "benchmarks/measure.py --profile --out {out}/fp8.json --data {data} native52_64_torch native52_64 native52_64_tensorwise"
