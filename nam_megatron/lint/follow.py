@@ -40,6 +40,8 @@ HOLE = re.compile(f"{OPEN}([^{CLOSE}]*){CLOSE}")
 REPLACED = re.compile(
     r"([A-Za-z_]\w*)/(/?)([^/*?\[\\$\"'#%]+)(?:/([^$\"'`\\]*))?"
 )  # ${NAME//old/new}, of plain letters
+CUT = re.compile(r"([A-Za-z_]\w*)([%#/,^@].+|:[^-=+?].*)", re.DOTALL)  # ${NAME%/}, ${NAME:1:2}
+TRIMMED = re.compile(r"(%%?|##?)([^$\"'`\\^]+)")
 JOINED = re.compile(r"""\s*IFS=['"]?([^'";])[^;]*;\s*echo\s+"\$\{(\w+)\[\*\]\}"\s*""")  # $(IFS=,; echo "${A[*]}")
 COUNT = re.compile(r"\s*(\w+)\s*=([^;]+);\s*\1\s*(<=?)([^;]+);\s*(?:\1\+\+|\+\+\1|\1\s*\+=\s*1)\s*")
 COMPARED = re.compile(r"([^<>=!&|]+)(<=?|>=?|==|!=)([^<>=!&|]+)")
@@ -632,6 +634,10 @@ class Follower:
         if replaced := REPLACED.fullmatch(text):
             old = " ".join(self.variable(replaced[1]))
             return [old if holes(old) else old.replace(replaced[3], replaced[4] or "", -1 if replaced[2] else 1)]
+        if (cut := CUT.fullmatch(text)) and holes(old := " ".join(self.variable(cut[1]))):
+            return [old]
+        if cut and (trimmed := TRIMMED.fullmatch(cut[2])):
+            return [_trimmed(old, *trimmed.groups())]
         match = re.fullmatch(r"(\w+)(\[[^\]]*\])?(?:(:?[-=+?])(.*))?", text, re.DOTALL)
         if not match:
             return [hole(_brief(text))]
@@ -807,6 +813,13 @@ ARITHMETIC: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: _divided,
     ast.Mod: lambda a, b: a - b * _divided(a, b),
 }  # fmt: skip
+
+
+def _trimmed(text: str, sign: str, pattern: str) -> str:
+    """`${text%pattern}` and its like: without the shortest end that is of a pattern, or for two signs the longest; `#`: start."""
+    ends = [(text[i:], text[:i]) if sign[0] == "%" else (text[:i], text[i:]) for i in range(len(text) + 1)]
+    ends = ends if sign in ("%%", "#") else ends[::-1]
+    return next((rest for end, rest in ends if fnmatch.fnmatchcase(end, pattern)), text)
 
 
 def _integer(text: str) -> int | None:

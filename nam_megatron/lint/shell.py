@@ -9,27 +9,8 @@ DEPTH = 40
 # Around what is not known, and a blank in it; private use: no script has them.
 OPEN, CLOSE, BLANK = "\ue000", "\ue001", "\ue002"
 OPERATORS = (
-    "<<<",
-    "<<-",
-    "&>>",
-    "&&",
-    "||",
-    ";;",
-    "<<",
-    ">>",
-    "&>",
-    ">&",
-    "<&",
-    ">|",
-    "\n",
-    ";",
-    "&",
-    "|",
-    "(",
-    ")",
-    "<",
-    ">",
-)
+    "<<<", "<<-", "&>>", "&&", "||", ";;", "<<", ">>", "&>", ">&", "<&", ">|", "\n", ";", "&", "|", "(", ")", "<", ">",
+)  # fmt: skip
 REDIRECTS = {"<", ">", ">>", "<<<", "&>", "&>>", ">&", "<&", ">|"}
 CLOSERS = {"then", "elif", "else", "fi", "do", "done", "esac", "}", ")", ";;"}
 NAME = re.compile(r"[A-Za-z_]\w*")

@@ -25,16 +25,8 @@ OF_SCRIPTS = re.compile(
 OURS = {"--nam-plan": 1, "--nam-model": 1}  # nam_megatron.train's own
 
 GRAPH_MODULES = (
-    "attn",
-    "mlp",
-    "moe",
-    "moe_router",
-    "moe_preprocess",
-    "mamba",
-    "full",
-    "full_iteration",
-    "full_iteration_inference",
-)
+    "attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba", "full", "full_iteration", "full_iteration_inference",
+)  # fmt: skip
 LONGEST_LIST = 10_000
 # Scripts that add nothing to Megatron's parser but OF_SCRIPTS.
 MEGATRONS = re.compile(r"(.*/)?(pretrain_(gpt|hybrid|mamba|bert|t5|ict|retro|vlm)|train_rl)\.py")

@@ -56,9 +56,9 @@ GONE = {
 
 # How a model runs, and not which.
 RUNS = re.compile(
-    "dispatcher|interval|eval_iters|recompute|_parallel|overlap|cuda_graph|fusion|attention_backend|num_workers|offload|distributed_"
+    "dispatcher|interval|recompute|_parallel|overlap|cuda_graph|fusion|attention_backend|num_workers|offload|distributed_"
 )
-SHOWN = re.compile("log_|tensorboard|wandb|timing")  # what is printed, and no more
+SHOWN = re.compile("log_|tensorboard|wandb|timing|eval_i")  # what is printed or looked up, and no more
 
 
 # Rules about what a launch lacks; they say nothing where it may be given elsewhere. So do findings "without" a flag and rules that are
@@ -90,7 +90,7 @@ OF_TRAINING = (
 
 def runs(name: str) -> bool:
     """Whether an argument is of how a launch runs, how often it looks up and what it does beside training: no model hangs on it."""
-    return bool(RUNS.search(name) or re.search("interval|inference_|grpo|^rl_|ckpt_step", name))
+    return bool(RUNS.search(name) or re.search("interval|eval_iters|inference_|grpo|^rl_|ckpt_step", name))
 
 
 def own(a: Args) -> list[Trouble]:
@@ -219,7 +219,7 @@ def _unknown(a: Args, m: Model) -> Iterator[str]:
     found = [(t.about, tuple(t.detail.split(", "))) for t in a.trouble if t.rule == "unknown-variable"]
     found += [(a.written(name), names) for name, names in a.open_values()]
     for what, names in found:
-        for name in (re.sub(r"^(\w+)[%#:/,^@].*", r"\1", name) for name in names):  # `${name%/}` hangs on `name`
+        for name in names:
             if not set_where(a.launch.text, name) and (close := _nearly_set(a.launch.text, name)):
                 yield f"{what}\tnothing in the text sets {name}, but {close}"
 
@@ -230,8 +230,9 @@ def _nearly_set(text: str, name: str) -> str | None:
     near = next(iter(difflib.get_close_matches(name, names, 1, 0.83) if len(name) > 3 else []), None)
     if near is None or re.sub(r"\D", "", name) != re.sub(r"\D", "", near):
         return None
-    parts = [name.split("_"), near.split("_")]  # of which none is another word
-    return near if all(map(_near, *parts)) or len(parts[0]) != len(parts[1]) else None
+    one, other = name.split("_"), near.split("_")  # of which none is another word, and no word is more
+    near_words = all(map(_near, one, other)) if len(one) == len(other) else alike("".join(one), "".join(other)) >= 0.9
+    return near if near_words else None
 
 
 RULES = (
@@ -318,7 +319,7 @@ RULES = (
         lambda a, m: [
             f"{' ... '.join(shown(g[2]) for g in a.given[n])}\tthe last one counts"
             for n in a.contradictions
-            if RUNS.search(n)
+            if not SHOWN.match(n) and RUNS.search(n)
         ],
         "given more than once, with different values: the model is the same, how it runs is the last one's",
         "keep one",

@@ -85,4 +85,4 @@ def off(a: Args, name: str) -> bool:
     strength = (
         isinstance(value, float) and value not in (0, 1) and a.launch.kind in ("shell", "yaml") and not a.elsewhere
     )
-    return (value is False and default is not True) or (value == default and not strength)
+    return value == "" or (value is False and default is not True) or (value == default and not strength)
