@@ -120,8 +120,9 @@ class HyperConnection(MegatronModule):
 
     def _read(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, n = self._apart(streams), self.streams
-        scale = x.square().mean((2, 3), keepdim=True).sqrt().squeeze(-1) + self.epsilon
-        logits = self._alpha() * (self.mapping_proj(x.flatten(2)) / scale) + self.bias
+        every = x.flatten(2)
+        scale = every.norm(dim=-1, keepdim=True) / math.sqrt(every.size(-1)) + self.epsilon  # at zero a root has NaN
+        logits = self._alpha() * (self.mapping_proj(every) / scale) + self.bias
         read, write, mix = logits.split([n, n, n * n], -1)
         taken = (read.sigmoid().unsqueeze(-1) * x).sum(2).to(streams.dtype)
         return taken, 2 * write.sigmoid(), sinkhorn(mix.unflatten(-1, (n, n)), self.steps, self.epsilon)
