@@ -78,6 +78,7 @@ def of(found, *buckets, owners=None):
 
 NATIVE = ("nam56r_native_dp",)
 DENSE = ("nam56r_native_dp", "model.letters.E=mlp", "parallel.tensor=2")  # MoE demands sequence parallelism
+SPLIT = ("nam56r_nemo_native", "model.vocab_size=1024")  # its peak is in a layer
 LATENT = ("nam56r", "lane=native_dp", "model.substitute=[]")
 RECOMPUTE = ("feature.recompute.granularity=selective", "feature.recompute.modules=[moe_act,shared_experts,layernorm]")
 FULL = ("feature.recompute.granularity=full", "feature.recompute.method=uniform", "feature.recompute.layers=1")
@@ -139,6 +140,7 @@ INDIFFERENT = {
     "strides and the dispatcher: everything": (
         NATIVE, ("execution.mamba2.strided=true", "execution.moe.dispatcher=local"), BUCKETS, None,
     ),
+    "tensor ranks: the inputs that they gather": (SPLIT, ("parallel.tensor=4",), ("communication",), ("parallel",)),
     "streams: the layers": (NATIVE, ("feature.mhc.streams=4",), ("activations", "routing scratch", *REST), None),
 }  # fmt: skip
 
@@ -812,6 +814,8 @@ def test_cost_of_the_native_lane():
     assert isclose(c.model, 13.613e9, rel_tol=1e-4)
     assert isclose(c.utilisation(25_500), 0.351, rel_tol=1e-3)  # reported beside it
     assert c.hardware == c.model
+    one, two = (cost(plan_of(*LATENT, f"feature.mtp.depths={n}")).by_owner()["mtp"] for n in (1, 2))
+    assert two == 2 * one
 
 
 def test_recompute_costs_forward_passes_and_no_model_flops():

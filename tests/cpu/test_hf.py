@@ -25,6 +25,8 @@ import test_train
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.ssm.gated_delta_net.common import _GDNBase
+from megatron.core.transformer.moe import moe_utils
 
 from nam_megatron import generate, train
 from nam_megatron.compile.argv import load_plan, plan_json, words
@@ -35,7 +37,7 @@ from nam_megatron.generate import Options, decode
 from nam_megatron.hf import __main__ as command
 from nam_megatron.hf import check, describe, distributed, export, folder, perplexity, watch
 from nam_megatron.hf.model.configuration_nam import NamConfig
-from nam_megatron.hf.model.modeling_nam import NamCache, NamForCausalLM
+from nam_megatron.hf.model.modeling_nam import Gdn, NamCache, NamForCausalLM, Norm, Router
 from nam_megatron.hf.opened import open_model
 from nam_megatron.prove import cut
 from nam_megatron.recipe import from_tree, load, to_tree
@@ -224,6 +226,46 @@ def test_the_export_computes_what_megatron_does(made, name, dtype):
             assert outcome.greedy == 1 and max(outcome.layers) <= 1e-5
 
     in_megatron(job)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("router", [(1, 1, 1), (2, 1, 1), (4, 4, 2)], ids=str)
+@pytest.mark.parametrize("scores", ["softmax", "pre_softmax", "sigmoid", "bias"])
+def test_experts_and_their_shares_are_megatrons(scores, router, dtype):
+    torch.manual_seed(0)
+    (top_k, groups, left), function = router, "softmax" if "softmax" in scores else "sigmoid"
+    b = dict(experts=8, top_k=top_k, groups=groups, chosen_groups=left, score_function=function, routed_scaling=1.5)
+    b |= dict(pre_softmax=scores == "pre_softmax", expert_bias=scores == "bias", router_dtype=None)
+    made, x = Router(SimpleNamespace(moe=b, hidden_size=16, linear_bias=False)), torch.randn(50, 16).to(dtype)
+    made.weight.data = torch.randn(8, 16).to(dtype)
+    if made.expert_bias is not None:
+        torch.nn.init.normal_(made.expert_bias)
+    logits, limit = torch.nn.functional.linear(x, made.weight), left if groups > 1 else None
+    shares, experts = moe_utils.topk_routing_with_score_function(
+        logits, top_k, b["pre_softmax"], groups, limit, 1.5, function, made.expert_bias, dense_output=True
+    )
+    assert all(torch.equal(one, other) for one, other in zip(made(x), (experts, shares), strict=True))
+
+
+def test_decays_in_bf16_are_megatrons(monkeypatch):
+    b = dict(key_heads=1, key_head_dim=4, value_heads=16, value_head_dim=4, conv_width=2)
+    norms = dict(norm_epsilon=1e-6, normalization="RMSNorm", zero_centered_norms=False)
+    layer, found = Gdn(SimpleNamespace(gdn=b, hidden_size=8, **norms), 0).bfloat16(), []
+    for p in layer.parameters():
+        torch.nn.init.normal_(p)
+    monkeypatch.setattr(layer, "scan", lambda q, k, v, logs, *_: found.append(logs) or v)
+    alpha = layer.in_proj(x := torch.randn(1, 9, 8).bfloat16())[..., -16:]
+    layer.A_log.data, layer.dt_bias.data = (kept := layer.A_log.data).float(), (bias := layer.dt_bias.data).float()
+    layer(x, SimpleNamespace(state=lambda _: {}, real=None))
+    with torch.compiler.set_stance("force_eager"):
+        decays, _ = _GDNBase._compute_g_and_beta(None, kept, bias, alpha, alpha)
+    assert torch.equal(*found, decays)
+
+
+@pytest.mark.parametrize("centered", [False, True])
+def test_a_norm_without_weights_of_a_checkpoint_scales_nothing(centered):
+    NamForCausalLM._init_weights(None, made := Norm(8, 0.0, centered=centered))
+    torch.testing.assert_close(made(torch.ones(8)), torch.ones(8))
 
 
 @pytest.mark.parametrize("name", ["native", "author", "author streams"])
@@ -934,6 +976,13 @@ def test_text_goes_in_and_comes_out(spoken, capsys):
     prompt = theirs("int naïve €").input_ids
     new = [t for (t,) in decode(open_model(spoken[1], torch.float32), [prompt], Options(6, end=theirs.eos_token_id))]
     assert text == "int naïve €" + theirs.decode(new, skip_special_tokens=True) + "\n"
+
+
+def test_a_character_of_several_tokens_is_shown_whole(monkeypatch, capsys):
+    monkeypatch.setattr(generate, "decode", lambda *_: ([byte] for byte in "€!".encode()))
+    by_bytes = SimpleNamespace(decode=lambda said: bytes(said).decode(errors="replace"))
+    generate._stream(None, b"a", Options(4), by_bytes)
+    assert capsys.readouterr().out == "a€!\n"
 
 
 def test_a_tokenizer_of_others_says_where_texts_end_and_begins_none(spoken, tmp_path, capsys):

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "blocks"))
@@ -66,6 +68,18 @@ def strict(monkeypatch):
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@triton.jit
+def _softplus(x, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, prepare.softplus(tl.load(x + i)))
+
+
+def test_a_small_rate_has_all_its_bits():
+    x = torch.linspace(-30, 30, 128, device=DEVICE)
+    _softplus[(1,)](x, out := torch.empty_like(x), 128)
+    torch.testing.assert_close(out.double(), torch.nn.functional.softplus(x.double(), threshold=50), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -187,6 +187,18 @@ def test_the_ranks_get_all_open_files_that_are_allowed(tmp_path):
     assert line == f"{hard} {hard}"
 
 
+def test_a_line_that_comes_in_pieces_is_one():
+    started, (there, here) = object.__new__(Process), os.pipe()
+    with open(there, "rb") as pipe, open(here, "wb", buffering=0) as says:
+        vars(started).update(_pipe=pipe, _popen=SimpleNamespace(poll=lambda: None))
+        lines, found = started.lines(), []
+        for piece in (b"one\ntw", b"o\n\nth", b"ree\nfour"):
+            says.write(piece)
+            found.append(next(lines))
+        says.close()
+        assert [*found, *lines] == [["one"], ["two", ""], ["three"], ["four"]]
+
+
 @pytest.mark.parametrize(("told", "first"), [(0, []), (1, [(signal.SIGTERM, [5])])])
 def test_ranks_of_several_hosts_hear_of_an_end_by_slurm_and_then_srun_does(told, first, monkeypatch):
     """Asked once more, a launcher is to be heard whatever Slurm says."""
