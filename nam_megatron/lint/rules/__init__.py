@@ -24,21 +24,8 @@ from nam_megatron.lint.rules.rule import LACKS, SEVERITIES, Finding, Rule, witho
 from nam_megatron.lint.values import Args, NotKnown
 
 FILES = (
-    parser,
-    layers,
-    attention,
-    sparse,
-    defaults,
-    experts,
-    precision,
-    layout,
-    graphs,
-    training,
-    companions,
-    conflicts,
-    plan,
-    cards,
-)
+    parser, layers, attention, sparse, defaults, experts, precision, layout, graphs, training, companions, conflicts, plan, cards,
+)  # fmt: skip
 RULES: tuple[Rule, ...] = tuple(rule for file in FILES for rule in file.RULES)
 BY_ID = {rule.id: rule for rule in RULES}
 assert len(BY_ID) == len(RULES), "two rules of one id"

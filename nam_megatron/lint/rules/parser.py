@@ -76,16 +76,9 @@ NO_TRAINING = re.compile(
 
 
 OF_TRAINING = (
-    "idle-flag",
-    "documents-not-apart",
-    "schedule-apart",
-    "restart-anew",
-    "not-positive",
-    "inference-layers",
-    "default-dropout",
-    "default-beta2",
-    "default-balancing",
-)
+    "idle-flag", "documents-not-apart", "schedule-apart", "restart-anew", "not-positive", "inference-layers", "default-dropout",
+    "default-beta2", "default-balancing",
+)  # fmt: skip
 
 
 def runs(name: str) -> bool:
