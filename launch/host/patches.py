@@ -76,7 +76,7 @@ def read(folder: Path) -> Queue:
             series,
         )
     except (OSError, ValueError, KeyError, TypeError) as err:
-        why = f"{err.strerror}: `{Path(err.filename).name}`" if isinstance(err, OSError) else err
+        why = f"{err.strerror}: `{Path(err.filename or folder).name}`" if isinstance(err, OSError) else err
         raise Refused(
             Problem(f"`{shown(folder)}` is no patch queue: {why}", hint="it needs pin.toml and series")
         ) from None

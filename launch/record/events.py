@@ -29,6 +29,7 @@ class Events:
     """What came of a run by its own word. world: how many ranks there are; planned: steps, interval: of them from line to line.
 
     ends: how each rank has ended, badly where its last process said so; last: what each has said last.
+    again: a step that one process said after it, or a later one.
     """
 
     world: int
@@ -44,8 +45,10 @@ class Events:
     loaded: int = 0
     strange: int = 0
     missing: int = 0
+    again: int = 0
     _process: dict[int, int] = field(default_factory=dict)
     _heard: dict[tuple[Any, int], int] = field(default_factory=dict)
+    _at: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def hear(self, line: str | bytes, nonce: str) -> None:
         """One line of a file; one that cannot be read, or is of another run, is counted."""
@@ -97,6 +100,9 @@ class Events:
         elif kind == "step":
             named = {FIGURES.get(key, key): value for key, value in event.items() if key in FIGURES}
             values = {name: float(value) for name, value in (named | event["gauges"]).items() if value is not None}
+            by = rank, event["pid"]
+            self.again = self.again or event["step"] * (event["step"] <= self._at.get(by, 0))
+            self._at[by] = event["step"]
             self.said.steps[event["step"]] = steps.Step(event["step"], event["of"], values, when)
         elif kind in ("saving", "scheduled", "saved"):
             self.said.saves.append(steps.Save(event["step"], kind == "saved", when, kind == "scheduled"))
@@ -156,6 +162,8 @@ class Events:
             return f"it trained for {max(other)} steps, and the plan has {self.planned}"
         if self.interval and (far := [p for p in pairwise(sorted(self.said.steps)) if p[1] - p[0] > self.interval]):
             return f"no line is of a step between {far[0][0]} and {far[0][1]}"
+        if self.again:
+            return f"one process said step {self.again} again, or after a later one"
         if nan := [n for n, step in self.said.steps.items() if not math.isfinite(step.values.get(steps.LOSS, 0.0))]:
             return f"the loss of step {nan[0]} is no number"
         if beyond := max((rank for rank in self.last if rank >= self.world), default=None):
@@ -202,7 +210,7 @@ class Newest:
     def step(self) -> steps.Step | None:
         """The last one that was said since this was asked before."""
         found = Events(0)
-        for path in self._folder.glob(EVENTS):
+        for path in filter(Path.is_file, self._folder.glob(EVENTS)):  # a pipe has no end
             with open(path, "rb") as file:
                 file.seek(self._read[path])
                 whole, end, _ = file.read().rpartition(b"\n")

@@ -54,6 +54,15 @@ class Process:
         with contextlib.suppress(OSError):  # a user's pipes may be at their limit
             fcntl.fcntl(self._pipe, F_SETPIPE_SZ, PIPE)
 
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Whatever the launcher failed in meanwhile: nothing goes on behind a record that is closed."""
+        if self._popen.poll() is None:
+            self.kill()
+            self.wait()
+
     def lines(self) -> Iterator[list[str]]:
         """What it prints, as many lines at a time as there are, until it and all its ranks have closed the pipe, or it is gone and
         LINGER is over.

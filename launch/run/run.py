@@ -199,19 +199,19 @@ def train(
         with Log(folder / receipt.LOG, context.redactor) as log:
             log.clock(outcome.STARTED)
             record.say("launched")
-            process = Process(words, environ, context.checkout)
-            signals.do(process.end)
-            with hang.Watch(folder, recipe.world_size, context.words["hang"], process.kill) as watch:
-                for lines in process.lines():
-                    if failure is None:
-                        try:
-                            lines = log.lines(lines)
-                        except OSError as err:
-                            # Nobody would know what came of it: stop as for a signal, and keep the pipe from filling.
-                            failure = err
-                            process.end()
-                    terminal.lines(lines)
-            code = process.wait()
+            with Process(words, environ, context.checkout) as process:
+                signals.do(process.end)
+                with hang.Watch(folder, recipe.world_size, context.words["hang"], process.kill) as watch:
+                    for lines in process.lines():
+                        if failure is None:
+                            try:
+                                lines = log.lines(lines)
+                            except OSError as err:
+                                # Nobody would know what came of it: stop as for a signal, and keep the pipe from filling.
+                                failure = err
+                                process.end()
+                        terminal.lines(lines)
+                code = process.wait()
             record.say("over", code=code)
             if failure is not None:
                 raise failure

@@ -199,6 +199,12 @@ def test_a_line_that_comes_in_pieces_is_one():
         assert [*found, *lines] == [["one"], ["two", ""], ["three"], ["four"]]
 
 
+def test_nothing_goes_on_behind_a_launcher_that_fails(tmp_path):
+    with pytest.raises(OSError, match="no beat"), Process(["sleep", "60"], os.environ, tmp_path) as started:
+        raise OSError("no beat")
+    assert started.wait() == -signal.SIGKILL
+
+
 @pytest.mark.parametrize(("told", "first"), [(0, []), (1, [(signal.SIGTERM, [5])])])
 def test_ranks_of_several_hosts_hear_of_an_end_by_slurm_and_then_srun_does(told, first, monkeypatch):
     """Asked once more, a launcher is to be heard whatever Slurm says."""

@@ -54,6 +54,15 @@ def test_apply_is_proven_by_gits_own_hash(queue, unpacked):
     assert git(unpacked, "write-tree") == queue.after
 
 
+def test_a_queue_that_the_disk_does_not_give_is_refused(queue, monkeypatch):
+    def failing(*_: object, **__: object) -> str:  # a read that fails names no file
+        raise OSError(errno.EIO, "I/O error")
+
+    monkeypatch.setattr(Path, "read_text", failing)
+    with pytest.raises(Refused, match=f"I/O error: `{queue.folder.name}`"):
+        patches.read(queue.folder)
+
+
 @pytest.fixture
 def large(tmp_path) -> tuple[patches.Queue, Path]:
     """A queue that changes six files, adds two and takes one away; and a pristine tree."""

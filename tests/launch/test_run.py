@@ -383,6 +383,8 @@ def test_how_it_ended(tmp_path, said, code, signals, expected):
         ([{"event": "loaded", "step": 5}, end(5)], None),
         ([*({"event": "loaded", "step": n} for n in (9, 2)), step(5), end(5)], "it ended at step 5, and the last line is of step 9"),
         ([step(1), step(5), end(5)], "no line is of a step between 1 and 5"),
+        *(([step(n) for n in said] + [end(5)], f"one process said step {n} again, or after a later one")
+          for n, said in ((2, (3, 2, 5)), (5, (3, 5, 5)))),
         ([step(2), step(5) | {"loss": "nan"}, end(5)], "the loss of step 5 is no number"),
         ([step(5), end(5, "done", None)], "rank 0 ended without a code: done"),
         ([step(5), *({"event": word, "step": 9} for word in ("saving", "saved")), end(5)],
@@ -571,6 +573,7 @@ def test_the_newest_step_is_followed(tmp_path):
     assert newest.step() is None
     said_by(tmp_path, step(1), step(2))
     said_by(tmp_path, step(9), nonce="another")
+    os.mkfifo(tmp_path / "events.9.jsonl")
     found, line = newest.step(), outcome.steps.parse(stand_in.step_line(2, 5))
     assert found.number == 2 and newest.step() is None
     assert len(found.values) == 7 and found.values.items() <= line.values.items()  # as Megatron's line says them
