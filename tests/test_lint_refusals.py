@@ -23,7 +23,7 @@ BESIDE = {
     "save_interval": {"--load": "x"}, "vocab_size": {"--tokenizer-type": "SFTTokenizer"}, "mscale": {"--rotary-scaling-factor": "1"},
     "fp8_amax_history_len": {"--fp8-format": "hybrid", "--fp8-recipe": "tensorwise"}, "fp8_param_gather": {"--use-torch-fsdp2": True},
     "initial_loss_scale": {"--loss-scale": "3"}, "grad_reduce_in_bf16": {"--bf16": None}, "adam_": {"--optimizer": "sgd"},
-    "accumulate_allreduce_grads_in_fp32": {"--grad-reduce-in-bf16": True}, "min_lr": {"--lr-decay-style": "constant"},
+    "accumulate_allreduce_grads_in_fp32": {"--grad-reduce-in-bf16": True}, "min_lr": {"--lr-decay-style": "constant", "--lr": "9"},
 }  # fmt: skip
 
 

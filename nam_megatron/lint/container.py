@@ -20,19 +20,8 @@ OURS = "nam_megatron.nemo."
 CLASS, RECIPE = "_target_", "recipe"
 # What decides the model and its training; the others say what is logged, started again or kept.
 SECTIONS = (
-    "model",
-    "optimizer",
-    "ddp",
-    "scheduler",
-    "train",
-    "validation",
-    "rng",
-    "dataset",
-    "tokenizer",
-    "checkpoint",
-    "dist",
-    "logger",
-)
+    "model", "optimizer", "ddp", "scheduler", "train", "validation", "rng", "dataset", "tokenizer", "checkpoint", "dist", "logger",
+)  # fmt: skip
 
 
 def kind(root: Mapping[str, Any]) -> str | None:

@@ -70,18 +70,5 @@ def of(report: Report) -> Counted:
 
 # Parts of flags on which operations depend.
 CHANGES = (
-    "window",
-    "layers",
-    "hidden",
-    "heads",
-    "expert",
-    "mtp",
-    "latent",
-    "lora",
-    "dim",
-    "topk",
-    "vocab",
-    "recompute",
-    "swiglu",
-    "pattern",
-)
+    "window", "layers", "hidden", "heads", "expert", "mtp", "latent", "lora", "dim", "topk", "vocab", "recompute", "swiglu", "pattern",
+)  # fmt: skip

@@ -775,16 +775,8 @@ def _conditional(left: Sequence[tuple[int, list[str], str]], target: Target) -> 
 # What is asked of a text, or declared, and is no word of a launch; and what changes one.
 CHANGING = {"remove", "replace", "pop", "removeprefix", "removesuffix", "sub", "clear", "insert"}
 ASKING = {
-    "add_argument",
-    "startswith",
-    "endswith",
-    "index",
-    "count",
-    "find",
-    "split",
-    "partition",
-    "has_option",
-} | CHANGING
+    "add_argument", "startswith", "endswith", "index", "count", "find", "split", "partition", "has_option", *CHANGING,
+}  # fmt: skip
 
 
 def _says(nodes: Iterable[ast.AST]) -> bool:

@@ -293,18 +293,8 @@ def _difference(wanted: Mapping[str, Any], base: Mapping[str, Any]) -> Tree:
 # Rendering
 
 ORDER = (
-    "preset",
-    "model",
-    "execution",
-    "parallel",
-    "precision",
-    "optim",
-    "schedule",
-    "data",
-    "feature",
-    "cluster",
-    "assumptions",
-)
+    "preset", "model", "execution", "parallel", "precision", "optim", "schedule", "data", "feature", "cluster", "assumptions",
+)  # fmt: skip
 
 
 def _yaml(groups: Mapping[str, str], tree: Mapping[str, Any], source: str) -> str:

@@ -141,7 +141,7 @@ class Args:
             self.trouble = [
                 t
                 for t in self.trouble
-                if t.rule not in ("bad-value", "missing-value", *own) or self._no_size(t) or _nearly_a_choice(t)
+                if t.rule not in ("bad-value", "missing-value", *own) or self._no_size(t) or nearly_a_choice(t)
             ]
 
     def __getattr__(self, name: str) -> Any:
@@ -257,7 +257,11 @@ class Args:
         strange = [t for t in self.trouble if t.rule == "unknown-flag"]
         forked = bool(MEGATRONS.fullmatch(self.launch.script or ""))
         least = 0.95 if len(strange) > FORKED else 0.92
-        unknown = [t for t in strange if not _misspelt(t, least) or (not forked and self._flag(f"{t.about}s")[0])]
+        # Of one or of several: another program's word.
+        numbers = {t: (f"{t.about}s", t.about.removesuffix("s")) for t in strange}
+        unknown = [
+            t for t in strange if not _misspelt(t, least) or (not forked and any(self._flag(n)[0] for n in numbers[t]))
+        ]
         own = self._of_a_port or self._of_deepspeed or (self.launch.partial and not forked)
         many = 1 if own else FORKED if forked else STRANGERS
         if len(unknown) >= STRANGERS:  # and it may have those that Megatron has no more
@@ -270,7 +274,7 @@ class Args:
         others = [
             t
             for t in self.trouble
-            if (t.rule == "bad-value" and t.detail.startswith(CHOICES) and not _nearly_a_choice(t))
+            if (t.rule == "bad-value" and t.detail.startswith(CHOICES) and not nearly_a_choice(t))
             or (t.rule == "removed-flag" and self.forked)
         ]
         self.foreign += list(dict.fromkeys(t.about for t in others))
@@ -394,7 +398,7 @@ def _misspelt(unknown: Trouble, least: float) -> bool:
     return close is not None and alike(unknown.about, close[1]) >= least
 
 
-def _nearly_a_choice(bad: Trouble) -> bool:
+def nearly_a_choice(bad: Trouble) -> bool:
     """Whether a value is a letter or two away from one that the flag takes: misspelt in any program's words."""
     if bad.rule != "bad-value" or not bad.detail.startswith(CHOICES) or bad.about.startswith("--tokenizer"):
         return False

@@ -157,7 +157,8 @@ def _contradicts(a: Args, m: Model) -> Iterator[str]:
                 continue
             flag = a.written(argument) if a.said(argument) else without(a.written(argument))
             departs.append(f"{flag}\t{name} has {key.replace('_', ' ')} {_word(published)}, here it is {_word(here)}\t")
-    if 3 * len(departs) <= compared:  # else a model of its own with that name
+    other = {"--hidden-size", "--ffn-hidden-size"} <= {d.split()[0] for d in departs}
+    if 3 * len(departs) <= compared and not other:  # else a model of its own with that name
         yield from departs
 
 

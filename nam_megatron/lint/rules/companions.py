@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from nam_megatron.lint.model import Model, known
+from nam_megatron.lint.rules.parser import incomplete
 from nam_megatron.lint.rules.rule import CONFIG, FAIL, FRAGILE, VALIDATE, Rule, listed, off
 from nam_megatron.lint.values import Args, Open, harmless
 
@@ -42,20 +43,21 @@ def _is_so(a: Args, m: Model, terms: str) -> bool:
     return any(all(_holds(a, m, term) for term in both.split(" and ")) for both in terms.split(" or "))
 
 
-def _lacking(a: Args, m: Model, which: str) -> Iterator[str]:
-    """Of each flag that is given, what it wants and has not."""
+def _lacking(a: Args, m: Model, which: str, given_elsewhere: bool = False) -> Iterator[str]:
+    """Of each flag that is given, what it wants and has not. given_elsewhere: maybe by flags of which the text has none."""
     for row in WANTS[which]:
         flags = row["flags"].split()
         beginnings = tuple(flag for flag in flags if flag.endswith("_"))
         for name in (name for name in a.given if name in flags or name.startswith(beginnings)):
             asks = not off(a, name) if which == "idle" and "always" not in row else not a.switched_off(name)
-            if asks and not known(partial(_is_so, a, m, row["with"]), True):
+            told = a.any_said(*re.findall(r"[a-z]\w+", row["with"])) or not given_elsewhere
+            if asks and told and not known(partial(_is_so, a, m, row["with"]), True):
                 yield f"{a.written(name)}\twants {row['wants']}"
 
 
 def _idle(a: Args, m: Model) -> Iterator[str]:
     if a.launch.kind != "container":  # Bridge writes every field, in use or not
-        yield from _lacking(a, m, "idle")
+        yield from _lacking(a, m, "idle", incomplete(a, m))
 
 
 RULES = (

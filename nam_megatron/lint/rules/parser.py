@@ -20,7 +20,7 @@ from nam_megatron.lint.rules.rule import (
     each,
     without,
 )
-from nam_megatron.lint.values import CHOICES, Args, Trouble, alike, harmless, set_where
+from nam_megatron.lint.values import CHOICES, STRANGERS, Args, Trouble, alike, harmless, nearly_a_choice, set_where
 
 OLD = {
     "hybrid_override_pattern": "use `--hybrid-layer-pattern`",
@@ -71,14 +71,21 @@ ABSENCES = re.compile(
 
 # Programs that take Megatron's flags and do not train.
 NO_TRAINING = re.compile(
-    r"convert|hf2|2mcore|mcore2|inference|generat|evaluat|server|export|preprocess|quantize|ptq|prune|index|(^|/)(tasks|tools)/"
+    r"forward_|convert|hf2|2mcore|mcore2|inference|generat|evaluat|server|export|preprocess|quantize|ptq|prune|index|(^|/)(tasks|tools)/"
 )
 
 
 OF_TRAINING = (
     "idle-flag", "documents-not-apart", "schedule-apart", "restart-anew", "not-positive", "inference-layers", "default-dropout",
-    "default-beta2", "default-balancing",
+    "default-beta2", "default-balancing", "default-dispatcher", "default-expert-tensor", "moe-sequence",
 )  # fmt: skip
+
+
+# What flags of a script's own decide otherwise than Megatron, by a word in them: how layers are cut, what experts are.
+OWN_WORDS = {
+    "pipeline-split": re.compile("layer|stage|pipeline"),
+    **dict.fromkeys(("default-top-k", "default-balancing", "moe-sequential"), re.compile("moe|expert|router")),
+}
 
 
 def runs(name: str) -> bool:
@@ -96,7 +103,7 @@ def own(a: Args) -> list[Trouble]:
     strange = [
         t for t in unknown if not any(flag.startswith(t.about) for flag in a.target.flags)
     ]  # one that is cut short
-    return strange + [t for t in a.trouble if t.rule == "bad-value" and _of_a_fork(t, bool(strange))]
+    return strange + [t for t in a.trouble if t.rule == "bad-value" and _of_a_fork(t, len(strange))]
 
 
 def _meant(t: Trouble, a: Args) -> bool:
@@ -112,11 +119,13 @@ def _near(one: str, other: str) -> bool:
     return alike(one, other) >= 0.7
 
 
-def _of_a_fork(bad: Trouble, strange: bool) -> bool:
-    """Whether a value is the class of a fork's tokenizer, or beside flags of its own an optimizer of its."""
+def _of_a_fork(bad: Trouble, strange: int) -> bool:
+    """Whether a value is the class of a fork's tokenizer, or beside flags of its own an optimizer of its, or any choice."""
     name, _, value = bad.about.partition(" ")
+    if strange >= STRANGERS and bad.detail.startswith(CHOICES) and not nearly_a_choice(bad):
+        return True
     if name == "--optimizer":
-        return strange and value.startswith("adam") and not re.fullmatch("adam_?w", value, re.IGNORECASE)
+        return strange > 0 and value.startswith("adam") and not re.fullmatch("adam_?w", value, re.IGNORECASE)
     choices = bad.detail.removeprefix(CHOICES).strip().split(", ")
     own_class = name == "--tokenizer-type" and re.fullmatch(r"\w+Tokenizer(Fast)?", value)
     return bool(own_class) and all(alike(value, choice) < 0.9 for choice in choices)
@@ -152,6 +161,10 @@ def of_another(rule: Rule, a: Args) -> bool:
         return True
     if rule.id == "world-size" and any("world-size" in flag for flag in a.foreign):
         return True
+    if rule.id in OWN_WORDS and any(
+        OWN_WORDS[rule.id].search(flag) for flag in (*a.foreign, *(t.about for t in own(a)))
+    ):
+        return True
     if a.ported and rule.id not in ("given-twice", "not-the-card", "unknown-variable", "unknown-flag"):
         return rule.severity != DEFAULT
     return (a.forked and _of_parser(rule)) or ((a.elsewhere or a.launch.partial) and rule.id == "old-flag")
@@ -167,9 +180,14 @@ def _of_parser(rule: Rule) -> bool:
 
 
 def elsewhere(a: Args, m: Model) -> bool:
+    """Whether a flag that lacks may come from elsewhere, or lack for reasons of another parser's."""
+    return bool(a.foreign) or incomplete(a, m)
+
+
+def incomplete(a: Args, m: Model) -> bool:
     """Whether flags may come from elsewhere: a checkpoint, a YAML, a script that reads these variables, or words not known here."""
     opened = any(t.rule == "unknown-variable" for t in a.trouble)
-    return bool(known(lambda: m.from_elsewhere, True)) or a.launch.partial or opened or bool(a.foreign) or a.elsewhere
+    return bool(known(lambda: m.from_elsewhere, True)) or a.launch.partial or opened or a.elsewhere
 
 
 def _unknown_flags(a: Args, m: Model, rule: str = "unknown-flag") -> list[str]:
@@ -212,7 +230,7 @@ def _unknown(a: Args, m: Model) -> Iterator[str]:
     found = [(t.about, tuple(t.detail.split(", "))) for t in a.trouble if t.rule == "unknown-variable"]
     found += [(a.written(name), names) for name, names in a.open_values()]
     for what, names in found:
-        for name in names:
+        for name in filter(str.isidentifier, names):
             if not set_where(a.launch.text, name) and (close := _nearly_set(a.launch.text, name)):
                 yield f"{what}\tnothing in the text sets {name}, but {close}"
 
