@@ -149,7 +149,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, required=True, help="file that gets what was measured")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CASES))
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()  # names may stand behind --json
     if unknown := set(options.names) - CASES.keys():
         parser.error(f"no model {', '.join(sorted(unknown))}")
     made: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__, "models": []}

@@ -17,7 +17,7 @@ CATEGORIES = {
     REFUSES: "Megatron, or a library below it, stops: at the start, in the first step or when it saves",
     WRONG: "Megatron would train something else, and say nothing",
     OURS: "a kernel or a layer that was chosen does not do this; mostly another one does",
-    UNTRIED: "nobody has tried it; whoever wants to be the first says why: `'allow.ID=WHY'`",
+    UNTRIED: "nobody has tried it, or the try proved nothing; whoever wants it all the same says why: `'allow.ID=WHY'`",
     UNKNOWN: "a word, key, value or file that means nothing here",
     MACHINE: "this machine, its packages or its files are not what the command needs",
 }
@@ -113,6 +113,6 @@ def _each(verdict: Verdict) -> Iterable[Words]:
 def _problem(law: Law, words: Words) -> Problem:
     way = str(words.get("way", law.way or "")).format_map(words) or None
     if law.category == UNTRIED:
-        way = f"{way}; or be the first to try it: `'allow.{law.id}=WHY'`"
+        way = f"{way}; or {'have it all the same' if law.source else 'be the first to try it'}: `'allow.{law.id}=WHY'`"
     key = str(words.get("key", law.key))
     return Problem(law.says.format_map(words), key=key, hint=way, law=law.id)

@@ -10,7 +10,7 @@ Generated: `python -m nam_megatron.laws`. Every refusal has an id and a class. `
 """
 WHOLE = ("plan", "recipe", "feature", "target")  # what a predicate takes for single things in it
 WAIVING = """
-Whoever wants to be the first writes why: `'allow.ID=WHY'` on the command line, or below `allow:` in a preset. The plan, its identity and
+Whoever wants one of these writes why: `'allow.ID=WHY'` on the command line, or below `allow:` in a preset. The plan, its identity and
 each receipt say so from then on. A waiver that waives nothing is refused. A reason with commas or brackets is one text in quotes:
 `'allow.ID="ours, and first"'`.
 """

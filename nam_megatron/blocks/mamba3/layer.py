@@ -122,7 +122,7 @@ class Mamba3Mixer(MegatronModule):
             init_method=config.init_method, gather_output=False, skip_bias_add=False, tp_comm_buffer_name="fc1",
         )  # fmt: skip
         if rates_apart:
-            assert ranks == 1, "block.py refuses tensor ranks"
+            assert ranks == 1, "a law refuses tensor ranks"
             split_projection.prepare(self.in_proj)
         # Read by Megatron where it cuts or joins a packed weight.
         self.in_proj.weight.partition_sizes = list(self.parts.values())
