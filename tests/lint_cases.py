@@ -68,7 +68,7 @@ CASES = {
     "default-balancing": (MOE, {"--moe-aux-loss-coeff": None}),
     "default-beta2": (GPT, {"--adam-beta2": None}),
     "default-bias": (GPT, {"--disable-bias-linear": None}),
-    "default-dispatcher": (MOE, {"--moe-token-dispatcher-type": None}),
+    "default-dispatcher": (MOE | TP2, {"--moe-token-dispatcher-type": None}, ONE),
     "default-dropout": (GPT, {"--hidden-dropout": None}),
     "default-expert-tensor": (MOE, TP2, ONE),
     "default-kv-lora-rank": (MLA, {"--kv-lora-rank": None}),

@@ -71,16 +71,9 @@ def test_config_of_a_public_model_has_its_parameters(name):
 TRAINED = {"nemotron_3_nano_30b_a3b": 0.0173}
 # Of the loss that balances experts a config.json says nothing, or what its authors' code has and not what they trained with.
 BALANCED = {
-    "moonlight_16b_a3b",
-    "deepseek_v3_yarn",
-    "deepseek_v2_lite",
-    "kimi_k2",
-    "qwen3_30b_a3b",
-    "qwen3_next_80b_a3b",
-    "mixtral_8x7b",
-    "gpt_oss_20b",
-    "gpt_oss_120b",
-}
+    "moonlight_16b_a3b", "deepseek_v3_yarn", "deepseek_v2_lite", "kimi_k2", "qwen3_30b_a3b", "qwen3_next_80b_a3b", "mixtral_8x7b",
+    "gpt_oss_20b", "gpt_oss_120b",
+}  # fmt: skip
 
 
 def test_every_published_config_says_where_and_when_it_was_read():

@@ -31,16 +31,9 @@ from nam_megatron.words.setting import Setting
 
 # What a runner may set as it likes: where a run writes and what it reports, when it stops and what starts it again.
 FREE = (
-    "logger",
-    "profiling",
-    "straggler",
-    "nvrx_straggler",
-    "ft",
-    "inprocess_restart",
-    "checkpoint.most_recent_k",
-    "checkpoint.exit_on_missing_checkpoint",
-    "train.exit_duration_in_mins",
-)
+    "logger", "profiling", "straggler", "nvrx_straggler", "ft", "inprocess_restart", "checkpoint.most_recent_k",
+    "checkpoint.exit_on_missing_checkpoint", "train.exit_duration_in_mins",
+)  # fmt: skip
 # Fields that are a key's own value, though a setting of another name brings them.
 SAME = {"model.num_layers": "model.depth"}
 # Fields that follow from a key and that no value of it changes.

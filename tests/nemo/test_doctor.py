@@ -13,21 +13,10 @@ from nam_megatron.nemo import doctor
 from nam_megatron.packages import adding
 
 GOOD = {
-    "megatron-core": "0.19.2",
-    "megatron-bridge": "0.6.2",
-    "hydra-core": "1.3.8",
-    "omegaconf": "2.3.1",
-    "transformers": "5.12.1",
-    "transformer-engine-torch": "2.20.2",
-    "nvidia-resiliency-ext": "0.6.0",
-    "nvidia-modelopt": "0.44.0",
-    "datasets": "5.0.1",
-    "diffusers": "0.39.0",
-    "megatron-energon": "7.4.0",
-    "multi-storage-client": "0.51.0",
-    "peft": "0.19.1",
-    "nemo-toolkit": "3.0.0",
-}
+    "megatron-core": "0.19.2", "megatron-bridge": "0.6.2", "hydra-core": "1.3.8", "omegaconf": "2.3.1", "transformers": "5.12.1",
+    "transformer-engine-torch": "2.20.2", "nvidia-resiliency-ext": "0.6.0", "nvidia-modelopt": "0.44.0", "datasets": "5.0.1", "diffusers":
+    "0.39.0", "megatron-energon": "7.4.0", "multi-storage-client": "0.51.0", "peft": "0.19.1", "nemo-toolkit": "3.0.0",
+}  # fmt: skip
 
 
 def told(monkeypatch, packages: dict[str, str], python: tuple = (3, 12, 3)) -> dict[str, doctor.Finding]:

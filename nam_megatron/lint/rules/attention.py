@@ -287,7 +287,7 @@ RULES = (
         "window-size",
         FAIL,
         "window_size",
-        lambda a, m: a.window_size is not None and len(a.window_size) != 2,
+        lambda a, m: a.window_size is not None and len(a.window_size) != 2 and not a.elsewhere,
         "a window has two sides, what is seen before a token and after it",
         "write `--window-size N,0`, for N tokens before",
         "core/transformer/utils.py get_sliding_window_causal_mask",

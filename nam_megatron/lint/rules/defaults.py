@@ -12,6 +12,9 @@ from nam_megatron.lint.values import Args
 TESTED = re.compile(r"^TEST_TYPE:", re.MULTILINE)  # Megatron's own functional tests
 OLDER = re.compile(r"(?<![a-z])(gpt-?[23]|bert|t5)(?![a-z\d])")  # models that have Megatron's defaults
 
+# Of these experts say nothing: GPT-2's layers with experts are a model, too.
+LAYERS = ("position_embedding_type", "normalization", "add_bias_linear", "swiglu")
+
 
 def _beside_newer(when: When, about: str) -> When:
     """`when`, for a launch that says more than GPT-2 would, and whose value no recipe of ours has chosen, nor its published model."""
@@ -19,7 +22,8 @@ def _beside_newer(when: When, about: str) -> When:
     def modern(a: Args, m: Model) -> bool:
         newer = a.swiglu or a.squared_relu or a.quick_geglu or a.normalization == "RMSNorm" or a.group_query_attention
         rotary = m.positions in ("rope", "yarn", "mrope")
-        said = m.hybrid or m.moe or m.mla or newer or rotary or a.untie_embeddings_and_output_weights
+        experts = m.moe and about not in LAYERS
+        said = m.hybrid or experts or m.mla or newer or rotary or a.untie_embeddings_and_output_weights
         own = not about.startswith("moe_") and any(map(OLDER.search, names(a)))
         tested = TESTED.search(a.launch.text)  # whose values nobody trains a model with
         return said and m.plan is None and not own and not tested
@@ -162,7 +166,7 @@ _SELDOM_MEANT = (
         "default-dispatcher",
         DEFAULT,
         "moe_token_dispatcher_type",
-        lambda a, m: m.moe and not a.said("moe_token_dispatcher_type"),
+        lambda a, m: m.moe and m.ep * m.tp > 1 and not a.said("moe_token_dispatcher_type"),
         "allgather: every expert rank gets every token",
         "say `--moe-token-dispatcher-type alltoall`",
         CONFIG,

@@ -195,6 +195,15 @@ def _unknown_flags(a: Args, m: Model, rule: str = "unknown-flag") -> list[str]:
     return [f"{t.about}\t{t.detail}\t{t.fix}" for t in a.trouble if t.rule == rule and t not in others]
 
 
+def _overrides(a: Args, name: str) -> bool:
+    """Whether what is given last stands in a block that the text calls overrides."""
+    last = max(a.launch.lines(a.given[name][-1][0]), default=0)
+    return any(
+        re.match(r"\s*#.*\boverrid", line, re.IGNORECASE)
+        for line in a.launch.text.splitlines()[max(last - 12, 0) : last]
+    )
+
+
 def _removed(a: Args, m: Model) -> list[str]:
     """One finding of all that an earlier Megatron had: a launch of its time has several."""
     gone = {t.about: t.fix for t in a.trouble if t.rule == "removed-flag"}
@@ -317,7 +326,7 @@ RULES = (
         lambda a, m: [
             f"{' ... '.join(shown(g[2]) for g in a.given[n])}\tthe last one counts"
             for n in a.contradictions
-            if not SHOWN.match(n) and not RUNS.search(n)
+            if not SHOWN.match(n) and not RUNS.search(n) and not _overrides(a, n)
         ],
         "given more than once, with different values",
         "keep one",
@@ -330,7 +339,7 @@ RULES = (
         lambda a, m: [
             f"{' ... '.join(shown(g[2]) for g in a.given[n])}\tthe last one counts"
             for n in a.contradictions
-            if not SHOWN.match(n) and RUNS.search(n)
+            if not SHOWN.match(n) and RUNS.search(n) and not _overrides(a, n)
         ],
         "given more than once, with different values: the model is the same, how it runs is the last one's",
         "keep one",
