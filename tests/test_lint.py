@@ -1724,7 +1724,12 @@ MIXTRAL = " ".join(words(MOE | {"--moe-router-topk": None, "--untie-embeddings-a
         ("idle-flag", "d.sh", f"torchrun t.py {DESCRIBED} --wandb-name x --wandb-project y", ("--wandb-name x", "--its-name x")),
         ("idle-flag", "n.yaml", "policy: {megatron_cfg: {optimizer: {optimizer_cpu_offload: false, optimizer_offload_fraction: 0.5}}}", ()),
         ("window-size", "v.json", '{"vision": {"hidden_size": 8, "window_size": 112}}', ()),
-        ("default-normalization", "x.sh", f"torchrun t.py {DESCRIBED} --num-experts 8", ("--num-experts 8", "--num-experts 8 --swiglu")),
+        ("default-positions", "x.sh", f"torchrun t.py {DESCRIBED} --num-experts 8", ("--num-experts 8", "--num-experts 8 --swiglu")),
+        ("default-bias", "neox.sh", f"torchrun t.py {DESCRIBED} --swiglu", ("--swiglu", "--swiglu --normalization RMSNorm")),
+        ("default-normalization", "neox.sh", f"torchrun t.py {DESCRIBED} --swiglu", ("--swiglu", "--swiglu --disable-bias-linear")),
+        ("default-positions", "u.sh", f"torchrun t.py {DESCRIBED} --untie-embeddings-and-output-weights", ("--untie", "--swiglu --untie")),
+        ("default-positions", "mimo.sh", f"torchrun t.py {DESCRIBED} --swiglu --model-provider vlm", ("--model-provider vlm", "")),
+        ("idle-flag", "v.sh", f"torchrun t.py {DESCRIBED} --tokenizer-type Llama2Tokenizer --vocab-size 32000", ("32000", "64000")),
         ("unknown-flag", "s.sh", f"python t.py {DESCRIBED} --its-a 1 --its-b 1 --its-c 1 --seeds 1", ("--seeds", "--seeed")),
         ("not-the-card", "llama2_70b.sh", f"torchrun t.py {LLAMA70.replace('8192', '1024')} --ffn-hidden-size 4096", ("1024", "8192")),
         ("unknown-variable", "r.py", "def recipe():\n    cfg.model.num_layers = f()\n    cfg.model.hidden_size = 64", ()),
@@ -1769,7 +1774,7 @@ def test_gpus_that_are_a_default_of_the_script_do_not_fail_a_layout():
         + DESCRIBED
         + " --pipeline-model-parallel-size 12"
     )
-    assert (found := ids(lint(text)))["world-size-unset"] and not found["world-size"]
+    assert (found := ids(lint(f"{text} --num-experts 8")))["world-size-unset"] == 1 and not found["world-size"]
     fits = lint(text.replace("size 12", "size 16"))  # on two such nodes
     assert not ids(fits).keys() & {"world-size-unset", "world-size"} and "the layout asks for 16 GPUs" in report.text(
         fits

@@ -23,7 +23,7 @@ def _beside_newer(when: When, about: str) -> When:
         newer = a.swiglu or a.squared_relu or a.quick_geglu or a.normalization == "RMSNorm" or a.group_query_attention
         rotary = m.positions in ("rope", "yarn", "mrope")
         experts = m.moe and about not in LAYERS
-        said = m.hybrid or experts or m.mla or newer or rotary or a.untie_embeddings_and_output_weights
+        said = m.hybrid or experts or m.mla or newer or rotary
         own = not about.startswith("moe_") and any(map(OLDER.search, names(a)))
         tested = TESTED.search(a.launch.text)  # whose values nobody trains a model with
         return said and m.plan is None and not own and not tested
@@ -51,7 +51,8 @@ _SELDOM_MEANT = (
         "default-normalization",
         DEFAULT,
         "normalization",
-        lambda a, m: not a.said("normalization"),
+        # LayerNorm and biases beside a gate and RoPE are a model, too, as GPT-NeoX has them.
+        lambda a, m: not a.said("normalization") and not (a.add_bias_linear and not m.hybrid),
         "LayerNorm is trained",
         "say `--normalization RMSNorm` (or LayerNorm, if meant)",
         CONFIG,
@@ -60,7 +61,9 @@ _SELDOM_MEANT = (
         "default-bias",
         DEFAULT,
         "add_bias_linear",
-        lambda a, m: a.add_bias_linear and a.softmax_type != "learnable",  # gpt-oss's, whose layers have biases
+        lambda a, m: a.add_bias_linear
+        and a.softmax_type != "learnable"  # gpt-oss's, whose layers have biases
+        and (a.normalization == "RMSNorm" or m.hybrid),
         "every linear layer has a bias",
         "add `--disable-bias-linear`",
         CONFIG,

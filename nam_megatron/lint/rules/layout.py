@@ -70,7 +70,7 @@ def _world(a: Args, m: Model) -> Iterator[str]:
     gpus = a.launch.gpus
     if gpus and m.tp * m.pp * m.cp > 0 and gpus % (m.tp * m.pp * m.cp):
         yield f"--tensor-model-parallel-size {m.tp}\t{gpus} GPUs, tensor {m.tp} x pipeline {m.pp} x context {m.cp}"
-    if gpus and m.moe and m.etp * m.ep * m.pp > 0 and gpus % (m.etp * m.ep * m.pp):
+    elif gpus and m.moe and m.etp * m.ep * m.pp > 0 and gpus % (m.etp * m.ep * m.pp):
         yield f"--expert-model-parallel-size {m.ep}\t{gpus} GPUs, expert tensor {m.etp} x expert {m.ep} x pipeline {m.pp}"
 
 

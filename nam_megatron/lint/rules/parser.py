@@ -81,6 +81,8 @@ OF_TRAINING = (
 )  # fmt: skip
 
 
+# Flags of a script's own by which the model comes from its code.
+MODELS = re.compile(r"--([\w-]+-)?model-(provider|type|arch|name)")
 # What flags of a script's own decide otherwise than Megatron, by a word in them: how layers are cut, what experts are.
 OWN_WORDS = {
     "pipeline-split": re.compile("layer|stage|pipeline"),
@@ -186,7 +188,7 @@ def elsewhere(a: Args, m: Model) -> bool:
 
 def incomplete(a: Args, m: Model) -> bool:
     """Whether flags may come from elsewhere: a checkpoint, a YAML, a script that reads these variables, or words not known here."""
-    opened = any(t.rule == "unknown-variable" for t in a.trouble)
+    opened = any(t.rule == "unknown-variable" for t in a.trouble) or any(MODELS.match(t.about) for t in own(a))
     return bool(known(lambda: m.from_elsewhere, True)) or a.launch.partial or opened or a.elsewhere
 
 
