@@ -220,6 +220,14 @@ def test_shards_are_added_up_and_the_worst_replica_counts():
     assert compared(*halves, other_replica)[key].off == pytest.approx(0.1)
 
 
+def test_sums_over_all_tokens_are_judged_by_the_largest_of_their_streams():
+    """But not the weights that steps by them make."""
+    keys = [f"decoder.layers.1.hyper_connection.{name}" for name in ("alpha_pre", "mapping_proj.weight")]
+    for what, off in (("gradient", 0.01), ("weight", 0.1)):
+        said = [(what, 1, key, ((0, 1),), 1e-2, whole, 1) for key, whole in zip(keys, (1.0, 100.0), strict=True)]
+        assert compared(said, names={(what, 1): [(key, 1) for key in keys]})[keys[0]].off == pytest.approx(off)
+
+
 @pytest.mark.parametrize(("norm", "elements", "off"), [(1e-6, 1, 2e-5), (2.0, 1, 1e-7), (1e-6, 4, 1e-5)])
 def test_a_weight_that_a_step_takes_to_nothing_is_compared_with_the_step(norm, elements, off):
     """Squares of a difference of 2e-7 and of the norm: a step moves each element by 0.01."""
@@ -276,6 +284,24 @@ def test_outputs_losses_and_counts_of_all_ranks_are_put_together():
     assert (
         compared(layout[0], names=NONE, reference=reference)["router"].off == 3 / 8
     )  # no rank counted those of the other
+
+
+@pytest.mark.parametrize(
+    ("resume", "zero", "limit"), [(None, True, 1e-4), ("reference", False, 1e-5), ("layout", False, 1e-4)]
+)
+def test_a_step_that_begins_with_one_ranks_bits_has_the_first_ones_limits(resume, zero, limit, monkeypatch, tmp_path):
+    """One rank's checkpoint has these bits, the layout's has not; and what is read from one is no start."""
+    key, module = "decoder.layers.1.mlp.router.weight", "decoder.layers.1"
+    bench = proof.Bench(load("nam56r", ("cluster=h200_1",)), steps=2)
+    bench.folder = tmp_path
+    for at in ("weight-0", "gradient-2"):
+        torch.save({key: torch.ones(8)}, tmp_path / f"{at}.pt")
+    said = [("output", 2, module, 25.0), ("gradient", 2, key, ((0, 8),), 0.0, 1.0, 8)]
+    monkeypatch.setattr(bench, "_run", lambda *_: "")
+    monkeypatch.setattr(bench, "_said", lambda _: [said])
+    found = bench._compared("", bench._side("x", resume=resume), [2]).rows
+    assert (found[0].what == compare.START) == zero
+    assert [(r.what, r.limit) for r in found[zero:]] == [(FORTH, limit), (GRADIENT, limit)]
 
 
 # The command -----------------------------------------------------------------------------------------------------------------------
@@ -422,14 +448,17 @@ def test_a_bias_may_turn_where_its_expert_had_the_mean():
     """64 experts, of which two had the mean of 100 but for one token: bf16 may send 2 % elsewhere, and those two may turn."""
     key, counts = "decoder.layers.1.mlp.router.expert_bias", [110.0, 90.0] * 31 + [101.0, 99.0]
 
-    def found(limits, off, counts=counts):
-        ranks = [[("weight", 1, key, ((0, 64),), off**2, 1.0, 64), ("count", 1, 2, counts)]]
-        reference, names = [("count", 1, 2, counts)], {("weight", 1): [(key, 64)]}
-        return compare.rows(reference, ranks, names, plan(), limits, [1])[-1]
+    def found(limits, off, *steps):
+        said, last = [("count", n, 2, given) for n, given in enumerate(steps or [counts], 1)], len(steps) or 1
+        ranks, names = [[("weight", last, key, ((0, 64),), off**2, 1.0, 64), *said]], {("weight", last): [(key, 64)]}
+        return compare.rows(said, ranks, names, plan(), limits, [last])[-1]
 
     noisy, both = compare.beyond([]), sqrt(2 * 2**2 / 64)
     assert found(noisy, both).agrees and not found(noisy, 1.1 * both).agrees and not found(FP32, both).agrees
     assert found(noisy, 0.0, [110.0, 90.0] * 32).limit == noisy.of(WEIGHT, 1, key), "none was near it"
+    assert found(noisy, 0.0, counts, [110.0, 90.0] * 32).limit == pytest.approx(both / 2), (
+        "two steps, one of which may turn"
+    )
 
 
 def test_what_noise_alone_may_do_is_not_counted_as_proven():
@@ -522,6 +551,7 @@ def test_what_rounding_does_to_one_rank_too_is_no_difference():
     for other in (far, replace(near, name="b"), replace(near, step=2)):
         assert compare.rounded([other], noise) == (other,)
     assert compare.rounded([near], [*noise, row(COUNT, 0.01, 4, name="router")]) == (near,)
+    assert compare.rounded([near], [row(GRADIENT, 1.1e-4, name="a")]) == (near,), "noise as large as a choice makes it"
     assert compare.may_be_rounding([near, row(LOSS, 0.0)]) and not compare.may_be_rounding([row(LOSS, 0.0)])
     for other in (row(GRADIENT, 1.1e-4), row(COUNT, 0.01), row(compare.START, 1.1e-5)):
         assert not compare.may_be_rounding([near, other])
