@@ -258,9 +258,7 @@ def apart(places: list[Place], whole: torch.Tensor) -> torch.Tensor:
     """A published tensor, of one of ours. places: its own."""
     made = torch.empty(places[0].piece.shape, dtype=whole.dtype)
     for piece in (place.piece for place in places):
-        value = piece.here(whole)
-        if piece.less:
-            value = (value.float() + piece.less).to(whole.dtype)
+        value = piece.here(whole) + piece.less if piece.less else piece.here(whole)
         there = piece.there(made)
         there.copy_(value.reshape(there.shape))
     return made

@@ -31,7 +31,7 @@ from megatron.core.transformer.moe import moe_utils
 from nam_megatron import generate, train
 from nam_megatron.compile.argv import load_plan, plan_json, words
 from nam_megatron.compile.lower import Lowering, translate
-from nam_megatron.data import tokenizer
+from nam_megatron.data import identity, tokenizer
 from nam_megatron.errors import Refused
 from nam_megatron.generate import Options, decode
 from nam_megatron.hf import __main__ as command
@@ -834,6 +834,16 @@ def test_another_plan_is_refused_by_key(made, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_the_nearest_plan_is_a_checkpoints(tmp_path):
+    """Of Megatron-Bridge's run the file is in a folder; one that lies above it is what was meant."""
+    step = tmp_path / "run" / "iter_0000003"
+    at = [f / export.PLAN for f in (step, step.parent, step / export.SIGNED, step.parent / export.SIGNED)]
+    for path in reversed(at):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        assert export.plan_of(step, step) == path
+
+
 def test_a_plan_of_other_angles_is_refused(made):
     """They have no tensor that would be missed."""
     checkpoint, exported = made("llama tp")
@@ -1021,6 +1031,9 @@ def test_another_tokenizer_is_refused(spoken, words_of, tmp_path, prompts, capsy
     tokenizer.save(tokenizer.train(TEXTS, 262, progress=False), tmp_path / "other")
     shutil.copyfile(tmp_path / "other" / tokenizer.FILE, tmp_path / "hf" / tokenizer.FILE)
     assert f"`{tmp_path}/hf/tokenizer.json`" in refusal(tmp_path / "hf", capsys)
+    one, other = (at / tokenizer.FILE for at in (words_of / "large", tmp_path / "other"))
+    for told in (folder.digest(one), identity.laid_out(identity.tokens(one))):  # a dataset's word, by file or by tokens
+        assert export.same_tokens(None, told, one.parent) and not export.same_tokens(None, told, other.parent)
 
 
 def test_imported_weights_know_their_tokenizer(spoken, words_of, tmp_path):

@@ -4,8 +4,10 @@ import json
 import os
 import re
 import shutil
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pretend
@@ -358,6 +360,15 @@ def tensors(checkpoint: Path) -> dict[str, list]:
     return {key: step.read(key, tuple(of.size), of.properties.dtype).tolist() for key, of in step.tensors.items()}
 
 
+def test_what_a_norm_around_one_loses_is_told():
+    held = {"exact": torch.tensor([0.5, 1.0078125]), "small": torch.tensor([0.0013, 1.0])}
+    form = SimpleNamespace(read=lambda _, name: held[name].bfloat16())
+    source = native.Source(Path("hf"), SimpleNamespace(found=held), {}, form, frozenset())
+    for name, value in held.items():
+        assert torch.equal(source.read(name, torch.bfloat16, 1.0), (value.bfloat16().float() - 1).bfloat16())
+    assert source.rounded == ["small"]
+
+
 def test_fp8_in_blocks_is_read_by_its_scales(made, tmp_path):
     """As DeepSeek-V3 publishes it, here with blocks of 16 by 32 that do not divide a weight."""
     folder, plan, _ = made("deepseek_v3")
@@ -396,15 +407,16 @@ def test_fp8_in_blocks_is_read_by_its_scales(made, tmp_path):
         native.load(tmp_path / "hf", plan, tmp_path / "other", False, silent)
 
 
-def test_one_tensor_is_held_at_a_time(made, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_next"])
+def test_one_tensor_is_held_at_a_time(made, tmp_path, monkeypatch, name):
     """torch's writer keeps each until its file is whole: a model would have to fit into the host's memory."""
-    folder, plan, weights = made("mixtral")
-    held: list[torch.Tensor] = []
+    folder, plan, weights = made(name)
+    held: list[weakref.ref[torch.Tensor]] = []
 
     def joined(*given: Any) -> torch.Tensor:
-        assert not any(tensor.untyped_storage().nbytes() for tensor in held)
-        held.append(join(*given))
-        return held[-1]
+        assert not any(tensor.untyped_storage().nbytes() for at in held if (tensor := at()) is not None)
+        held.append(weakref.ref(tensor := join(*given)))
+        return tensor
 
     join = native.joined
     monkeypatch.setattr(native, "joined", joined)
