@@ -27,6 +27,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.ssm.gated_delta_net.common import _GDNBase
 from megatron.core.transformer.moe import moe_utils
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from nam_megatron import generate, train
 from nam_megatron.compile.argv import load_plan, plan_json, words
@@ -37,7 +38,7 @@ from nam_megatron.generate import Options, decode
 from nam_megatron.hf import __main__ as command
 from nam_megatron.hf import check, describe, distributed, export, folder, perplexity, watch
 from nam_megatron.hf.model.configuration_nam import NamConfig
-from nam_megatron.hf.model.modeling_nam import Gdn, NamCache, NamForCausalLM, Norm, Router
+from nam_megatron.hf.model.modeling_nam import Gdn, NamCache, NamForCausalLM, Norm, Router, activate
 from nam_megatron.hf.opened import open_model
 from nam_megatron.prove import cut
 from nam_megatron.recipe import from_tree, load, to_tree
@@ -435,6 +436,22 @@ def test_an_allocated_cache_takes_no_more_than_it_holds(model):
         model(random(1, 1), past_key_values=cache)
 
 
+def test_beams_leave_an_allocated_cache_where_it_lies():
+    """A step that was captured knows tensors by their place."""
+    cache, rows = NamCache(3), torch.arange(6.0).view(2, 3)
+    cache.rows(0, "k", rows)
+    at = cache.layers[0]["k"].data_ptr()
+    cache.reorder_cache(torch.tensor([1, 1]))
+    assert cache.layers[0]["k"].data_ptr() == at and torch.equal(cache.layers[0]["k"], rows[[1, 1]])
+
+
+def test_quick_geglu_is_gpt_oss():
+    c = SimpleNamespace(activation="quick_geglu", activation_clamp=0.5, glu_offset=1.0)
+    pairs = torch.cartesian_prod(*2 * [torch.tensor([-4.0, -0.2, 0.2, 4.0])])  # of a gate and a value
+    theirs = GptOssExperts._apply_gate(SimpleNamespace(alpha=1.702, limit=0.5), pairs.flatten())
+    torch.testing.assert_close(activate(pairs.T.flatten(), c), theirs)
+
+
 @torch.inference_mode()
 def test_a_batch_of_unequal_lengths_is_each_alone(model):
     prompts = [random(n, seed=n).tolist() for n in (3, 17, 9, 1)]
@@ -598,6 +615,25 @@ def test_generate_reads_an_export_or_a_checkpoint(made, prompts, capsys):
         assert generate.main([str(path), "--file", str(prompts), "--new", "5", "--dtype", "fp32"]) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] and len(json.loads(said[0])["new"]) == 5
+
+
+def test_a_sequence_that_has_ended_says_no_more():
+    def counts(tokens, **_):
+        return SimpleNamespace(logits=torch.nn.functional.one_hot((tokens[:, -1:] + 1) % 8, 8))
+
+    config = SimpleNamespace(vocab_size=8, max_position_embeddings=99)
+    model = Mock(side_effect=counts, device="cpu", config=config)
+    assert [*decode(model, [[2], [4]], Options(9, end=6))] == [[3, 5], [4, 6], [5, None], [6, None]]
+
+
+def test_what_ends_a_text_is_none_of_it(spoken, prompts, monkeypatch, capsys):
+    tokens = tokenizer.load(spoken[1])
+    word, end = tokenizer.encode(tokens, "i;")
+    monkeypatch.setattr(generate, "_tokenizer", lambda *_, **__: (tokens, end))
+    monkeypatch.setattr(generate, "decode", lambda *_: iter([[word], [end]]))
+    prompts.write_text('{"prompt": "int"}\n')
+    assert generate.main([str(spoken[1]), "--file", str(prompts), "--new", "9"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"prompt": "int", "text": "i", "ended": True}
 
 
 @pytest.mark.parametrize(("temperature", "drawn"), [(0.1, {0}), (1.0, {0, 1}), (100.0, {0, 1, 2})])
