@@ -313,6 +313,12 @@ def test_stages_share_the_parameters(pipeline):
     assert sum(s.parameters for s in budget(plan).stages) == parameters(plan)[0]
 
 
+def test_a_stage_has_every_so_manieth_chunk():
+    plan = plan_of("nam56r_native_dp", "cluster=h200_2", "parallel.pipeline=2", "parallel.virtual_pipeline=2")
+    first = [[chunk[0].number for chunk in stage.chunks] for stage in static.stages(plan)]
+    assert first[0][0] == 1 < first[1][0] < first[0][1] < first[1][1]
+
+
 def test_last_stage_has_the_embedding_again_under_mtp():
     plan = plan_of("nam56r", "lane=native_dp", "parallel.pipeline=2", "cluster=h200_8")
     table = plan.recipe.model.vocab_size * plan.recipe.model.hidden_size
@@ -895,6 +901,8 @@ def test_fit_is_the_last_value_with_headroom(monkeypatch):
 
 def test_fit_says_what_else_it_had_to_change():
     trial = search.attempt(load("nam56r_native_dp"), "schedule.micro_batch_size", 3)
+    schedule = trial.budget.plan.recipe.schedule
+    assert (schedule.micro_batch_size, schedule.global_batch_size) == (3, 72)
     assert trial.note == "global batch 64 -> 72, a multiple of 3 x 8"
     assert search.attempt(load("nam56r_native_dp"), "schedule.micro_batch_size", 2).note == ""
 
