@@ -40,7 +40,7 @@ import nam_megatron.nemo as nemo
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.lint import lint
 from nam_megatron.mends import install
-from nam_megatron.nemo import doctor, engine, finetune, guards
+from nam_megatron.nemo import container, doctor, engine, finetune, guards
 from nam_megatron.nemo.__main__ import command
 from nam_megatron.nemo.container import NamContainer, guarded, settled, stack_spec
 from nam_megatron.nemo.overrides import _plain, flat
@@ -297,6 +297,16 @@ def test_sections_that_decide_what_is_trained_are_refused_by_name(name, section,
     assert said in refused.value.render()
 
 
+def test_an_overlap_over_data_ranks_is_asked_of_these_alone(ranks):
+    """Two tensor ranks are one data rank, where Bridge sets none of its buckets."""
+    ranks(2)
+    made = nemo.recipe("nam56r_nemo_native", ["cluster=h200_2"])
+    made.comm_overlap = CommOverlapConfig(tp_comm_overlap=False)
+    with pytest.raises(Refused) as refused:
+        runtime_config_update(made)
+    assert "`model.wgrad_deferral_limit`" in str(refused.value) and "bucket_size" not in str(refused.value)
+
+
 @pytest.mark.parametrize("preset", ["nam56r_native_dp", "nam56r_native_dp_fp8"])
 def test_the_precision_of_the_recipe_may_be_named(preset, ranks):
     ranks(8)
@@ -467,6 +477,11 @@ def test_what_features_do_beside_the_layers_is_done_to_each_stage(monkeypatch):
     assert provider.provide() is model and seen == [[model]]
     provider.provide()
     assert seen == [[model], [model]] and not hasattr(provider, "_hooks")
+    provided = []
+    for part in (container.cross_entropy, container.word_embedding):
+        monkeypatch.setattr(part, "provide", lambda models, part=part: provided.append((part, models)))
+    nemo.recipe("nam56r_native_dp_fused").model.provide()
+    assert provided == [(container.cross_entropy, [model]), (container.word_embedding, [model])]
 
 
 def test_recipe_functions():

@@ -237,8 +237,9 @@ def test_commands_that_stop_and_resume_are_one_run(tmp_path):
     assert [(r.when, r.step) for r in said.readings] == [("built", 0), ("step", 1), ("end", 2)]
     assert all(rate.NAME in step.values for step in said.steps.values())
     assert (save / "iter_0000004" / checksums.NAME).is_file(), "which other runners write too"
-    (save / "latest_checkpointed_iteration.txt").write_text("1")
-    assert any("says step 1, and `latest_train_state.pt` 4" in text for text in refusals(*goes_on))
+    for step in (1, 9):
+        (save / "latest_checkpointed_iteration.txt").write_text(str(step))
+        assert any(f"says step {step}, and `latest_train_state.pt` 4" in text for text in refusals(*goes_on))
 
 
 def refusals(*overrides: str) -> list[str]:
