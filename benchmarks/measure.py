@@ -157,8 +157,9 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
         for name in LAYOUTS
     },
     **{
-        f"native52_two_{name}_settled": ("nam56r_native_dp_fused", (*FULL_TWO[:2], *SETTLED, *WHOLE, *LAYOUTS[name]))
+        f"native52_two_{name}_{how}": ("nam56r_native_dp_fused", (*FULL_TWO[:2], *steps, *WHOLE, *LAYOUTS[name]))
         for name in ("data", "gathered")
+        for how, steps in (("settled", SETTLED), ("balanced", FULL_TWO[2:]))
     },
     "native52_two_exchanged": ("nam56r_native_dp_fused", (*FULL_TWO, "parallel.expert=2", "execution.moe.dispatcher=alltoall")),
     "author52_two_exchanged": ("nam56r_fused", (*FULL_TWO, MBS2, "parallel.expert=2", "execution.moe.dispatcher=alltoall")),
@@ -212,7 +213,8 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
 def measure(name: str, folder: Path, limit: int, data: str | None, profile: bool) -> dict:
     """One case: its figures, or why there are none."""
     preset, overrides = CASES[name]
-    words = ("--profile", str(folder / f"{name}.trace.json")) if profile else ()
+    words = ("--balanced",) * name.endswith("_balanced")
+    words += ("--profile", str(folder / f"{name}.trace.json")) if profile else ()
     return trial(name, preset, (*overrides, *built(data, folder / f"{name}.data")), folder, limit, words)
 
 

@@ -1,6 +1,6 @@
 """Peak memory by phase, step times, losses and gradient norms of a plan's training, as JSON.
 
-    torchrun --nproc-per-node N benchmarks/peak_memory.py --out peak.json [--profile trace.json] [--stock] [--blocks] \\
+    torchrun --nproc-per-node N benchmarks/peak_memory.py --out peak.json [--profile trace.json] [--stock] [--balanced] [--blocks] \\
         --nam-plan plan.json $(args)
 
 It is nam_megatron.train with a clock and a gauge around each step, so it trains exactly the plan, all of its steps; translate one with
@@ -9,6 +9,7 @@ It is nam_megatron.train with a clock and a gauge around each step, so it trains
 --profile FILE  torch.profiler's trace of the first rank's last step; its kernels by kind (benchmarks/kernels.py) go into the report,
                 and the median time leaves the step out.
 --stock         Megatron's own builder and default stack of layers in place of ours, on the same arguments: the baseline.
+--balanced      Every expert gets as many tokens as any other, whatever the router has learned: what no GPU of an expert group waits for.
 --blocks        Forward and backward times of each layer (benchmarks/blocks.py), of the first rank.
 """
 
@@ -200,6 +201,19 @@ def stock() -> None:
     pretrain.settings = lambda args, _: pretrain_cfg_container_from_args(args, hybrid_config_from_args(args))
 
 
+def balanced() -> None:
+    """From here on, routers choose by random logits (core/transformer/moe/router.py of megatron-core 0.19.2)."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    forward = TopKRouter.forward
+
+    def forced(self: TopKRouter, *args: Any, **kwargs: Any) -> Any:
+        self.config.moe_router_force_load_balancing = True
+        return forward(self, *args, **kwargs)
+
+    TopKRouter.forward = forced
+
+
 def marks_of(words: list[str]) -> "Marks":
     """For the layers of the plan that is to be trained. Raises Refused for a plan whose layers cannot be timed."""
     import blocks
@@ -214,6 +228,7 @@ def main(words: list[str], started: float) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--stock", action="store_true")
+    parser.add_argument("--balanced", action="store_true")
     parser.add_argument("--blocks", action="store_true")
     own = words[: words.index("--nam-plan")] if "--nam-plan" in words else words
     options, words = parser.parse_args(own), words[len(own) :]
@@ -226,6 +241,8 @@ def main(words: list[str], started: float) -> int:
         Meter(options.out, train.split(words)[0], options.profile, marks).attach()
         if options.stock:
             stock()
+        if options.balanced:
+            balanced()
 
     return train.main(words, started, before)
 

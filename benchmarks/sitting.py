@@ -240,12 +240,15 @@ JOBS = {
         for name in ("data", "gathered", "exchanged", "tensor", "context")
         for stack in ("native", "author")
     },
-    # Experts over two GPUs once routing is even.
-    "settled": Job(
-        2, 6.5,
-        "benchmarks/measure.py --profile --out {out}/settled.json --data {data} native52_two_gathered_settled native52_two_data_settled",
-        "data",
-    ),
+    # Experts over two GPUs once the router has learned, and where each gets as many tokens.
+    **{
+        how: Job(
+            2, minutes,
+            f"benchmarks/measure.py --profile --out {{out}}/{how}.json --data {{data}} native52_two_gathered_{how} native52_two_data_{how}",
+            "data",
+        )
+        for how, minutes in (("settled", 6.5), ("balanced", 3.5))
+    },
     "fp8": Job(
         1, 8,
         "benchmarks/measure.py --profile --out {out}/fp8.json --data {data} native52_64_torch native52_64 native52_64_tensorwise"

@@ -6,6 +6,7 @@ from nam_megatron.errors import Problem, Refused, not_there, raise_if
 from nam_megatron.words.regular import irregular
 
 TRACKER = "latest_checkpointed_iteration.txt"
+INTEGRITY = "integrity.json"  # the checksums of a step, in it
 RELEASE = "release"  # Megatron's word for weights without a state of training: a run starts from them at step 0
 
 

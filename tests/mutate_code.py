@@ -111,7 +111,7 @@ GROUPS = {
     ),
     "judges": Group(
         (
-            "nam_megatron/verify.py", "nam_megatron/judge/same.py", "nam_megatron/runtime/checkpoint.py",
+            "nam_megatron/verify.py", "nam_megatron/judge/same.py", "nam_megatron/judge/resume.py", "nam_megatron/runtime/checkpoint.py",
             "nam_megatron/runtime/checksums.py", "nam_megatron/runtime/nonfinite.py",
         ),
         (

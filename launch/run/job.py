@@ -14,6 +14,7 @@ from nam_megatron.compile.lower import Lowering
 from nam_megatron.data import identity
 from nam_megatron.events import NONCE
 from nam_megatron.judge import identity as describe
+from nam_megatron.judge import resume
 from nam_megatron.packages import installed
 from nam_megatron.recipe import to_tree
 from nam_megatron.train import unfit_data
@@ -147,13 +148,15 @@ def forecast(lowering: Lowering) -> dict[str, Any]:
 
 
 def findings(context: "Context") -> Iterator[Finding]:
-    """Whether this plan can be trained at all: every part built, data that can be read, and room for it."""
+    """Whether this plan can be trained at all: every part built, data that can be read, a checkpoint it may go on from, and room for it."""
     for seam in context.lowering.plan.not_built:
         yield Finding("built", "fail", f"{seam.owner} is not built ({seam.missing})", "another lane, or switch it off")
     for problem in unfit_data(context.lowering.plan, context.checkout):
         begins = f"relative paths begin where a run starts, in `{context.checkout}`"
         hint = problem.hint if Path.cwd() == context.checkout else "; ".join(filter(None, (problem.hint, begins)))
         yield Finding("data", "fail", problem.message, hint)
+    for problem in resume.early(context.lowering, context.checkout, context.words["trainer"] == "bridge"):
+        yield Finding("resume", "fail", problem.message, problem.hint)
     if context.cluster.processor == "cpu":
         return
     b = budget(context.lowering.plan)

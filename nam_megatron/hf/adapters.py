@@ -12,8 +12,8 @@ from nam_megatron.blocks.exported import Tensor
 from nam_megatron.compile.plan import Plan
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.hf.distributed import DTYPES, Checkpoint, step_folder
+from nam_megatron.judge.resume import foreign
 from nam_megatron.runtime import checksums
-from nam_megatron.runtime.checkpoint import foreign
 
 IN, OUT = ".adapter.linear_in.weight", ".adapter.linear_out.weight"
 

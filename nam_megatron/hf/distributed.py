@@ -22,8 +22,8 @@ from nam_megatron.blocks.exported import Tensor
 from nam_megatron.compile.argv import plan_json
 from nam_megatron.compile.lower import Lowering
 from nam_megatron.errors import Problem, Refused, raise_if
+from nam_megatron.judge.resume import PLAN
 from nam_megatron.runtime import checksums
-from nam_megatron.runtime.checkpoint import PLAN
 from nam_megatron.tracker import RELEASE, TRACKER, newest
 from nam_megatron.words.regular import irregular
 

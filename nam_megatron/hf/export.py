@@ -19,8 +19,8 @@ from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.hf import describe, distributed, folder
 from nam_megatron.hf.adapters import Merged
 from nam_megatron.hf.model.configuration_nam import COMPUTES, OPTIONAL, NamConfig
+from nam_megatron.judge.resume import DATA, HASHED, PLAN, SIGNED, foreign
 from nam_megatron.runtime import checksums
-from nam_megatron.runtime.checkpoint import DATA, HASHED, PLAN, SIGNED, foreign
 
 MODEL = Path(__file__).parent / "model"
 CODE = ("configuration_nam.py", "modeling_nam.py")

@@ -17,8 +17,8 @@ from nam_megatron.hf import export as exports
 from nam_megatron.hf.export import config_for, config_of, plan_of, trained_tokenizer
 from nam_megatron.hf.model.configuration_nam import NamConfig
 from nam_megatron.hf.model.modeling_nam import NamForCausalLM
+from nam_megatron.judge.resume import foreign
 from nam_megatron.runtime import checksums
-from nam_megatron.runtime.checkpoint import foreign
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 STEP, HASH = re.compile(r"iter_\d{7,}|release"), re.compile(r"[0-9a-f]{64}")

@@ -24,7 +24,7 @@ from nam_megatron.compile.argv import load_plan
 from nam_megatron.compile.lower import Lowering
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.hf import check, describe, distributed, export
-from nam_megatron.runtime.checkpoint import PLAN
+from nam_megatron.judge.resume import PLAN
 from nam_megatron.tracker import RELEASE
 
 

@@ -15,10 +15,11 @@ from megatron.bridge.data.builders import GPTSFTDatasetConfig as Samples
 from megatron.bridge.data.builders import PromptCompletionSFTPreprocessingConfig
 
 from nam_megatron import tracker
+from nam_megatron.compile.argv import plan_json
 from nam_megatron.compile.lower import Lowering
 from nam_megatron.data.identity import SAMPLES
 from nam_megatron.errors import Problem, Refused
-from nam_megatron.judge import same
+from nam_megatron.judge import resume, same
 from nam_megatron.nemo import guards
 from nam_megatron.recipe import Recipe
 from nam_megatron.recipe.data import words
@@ -89,13 +90,13 @@ def weights(folder: Path, lowering: Lowering, *, thorough: bool) -> Iterator[Pro
         yield from guards.at_odds(folder)
     signed = folder / guards.SIGNED if bridges else folder
     try:
-        before = same.read(signed / checkpoint.PLAN)
+        before = same.read(signed / resume.PLAN)
     except Refused as refused:
         yield from refused.problems
         return
-    yield from same.another_model(before, json.loads(checkpoint.plan_json(lowering)))
-    yield from checkpoint.strangers(folder)
-    yield from checkpoint.another_tokenizer(signed, lowering.plan.recipe.data)
+    yield from same.another_model(before, json.loads(plan_json(lowering)))
+    yield from resume.strangers(folder)
+    yield from resume.another_tokenizer(signed, lowering.plan.recipe.data)
 
 
 def samples(recipe: Recipe) -> Iterator[Problem]:

@@ -19,6 +19,7 @@ from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_s
 from nam_megatron import tracker, train
 from nam_megatron.compile.lower import Lowering
 from nam_megatron.errors import FINDINGS, REFUSED, Problem, Refused
+from nam_megatron.judge import resume
 from nam_megatron.recipe import Recipe
 from nam_megatron.runtime import checkpoint, tracking
 from nam_megatron.runtime.nonfinite import Watch
@@ -27,7 +28,7 @@ from nam_megatron.runtime.pretrain import NonFinite, report
 
 # What Bridge leaves beside its checkpoints, and looks for when it loads one; it writes Megatron's tracker too.
 TRACKER = "latest_train_state.pt"
-SIGNED = checkpoint.SIGNED
+SIGNED = resume.SIGNED
 
 
 # Before anything is built -----------------------------------------------------------------------------------------------
@@ -56,8 +57,8 @@ def objections(lowering: Lowering, *, thorough: bool = True) -> Iterator[Problem
             return
         yield from checkpoint.damage(folder, thorough=thorough)
         yield from at_odds(folder)
-        yield from checkpoint.another(folder / SIGNED, lowering, thorough=thorough)
-    yield from checkpoint.occupied(lowering)
+        yield from resume.another(folder / SIGNED, lowering, thorough=thorough)
+    yield from resume.occupied(lowering)
 
 
 def at_odds(folder: Path) -> Iterator[Problem]:

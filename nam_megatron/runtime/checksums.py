@@ -22,8 +22,9 @@ from typing import Any
 import torch
 
 from nam_megatron.errors import OK, Problem, Refused, finish
+from nam_megatron.tracker import INTEGRITY
 
-NAME, ALGORITHM = "integrity.json", "sha256"
+NAME, ALGORITHM = INTEGRITY, "sha256"
 PART = f"{NAME}.part"
 SHARD = re.compile(r"__(\d{1,9})_\d{1,9}\.distcp")  # rank, number
 DIGEST = re.compile(r"[0-9a-f]{64}")

@@ -18,6 +18,7 @@ from nam_megatron.compile.lower import translate
 from nam_megatron.data import identity, manifest
 from nam_megatron.errors import Refused
 from nam_megatron.hf import export, opened
+from nam_megatron.judge import resume
 from nam_megatron.mends import checksums as mend
 from nam_megatron.recipe import load
 from nam_megatron.runtime import checkpoint, checksums
@@ -74,7 +75,7 @@ def test_a_tracker_that_names_a_step(step, word):
         signed(step)
     (step.parent / TRACKER).write_text(word)
     assert found(step) == []
-    assert checkpoint.weights_alone(step.parent) == (word == "release")
+    assert resume.weights_alone(step.parent) == (word == "release")
 
 
 @pytest.mark.parametrize("word", ["", "-1", "1.0", "1e1", "١٢", "1234567890", "Release", "../release", "x" * 99])
@@ -147,7 +148,7 @@ def test_checksums_that_are_none(step):
     (step / checksums.NAME).write_text("[" * 100_000)
     assert "cannot be read: it is nested too deep" in found(step)[0]
     (step / checksums.NAME).unlink()
-    (step.parent / checkpoint.PLAN).write_text("{}")  # a step of ours
+    (step.parent / resume.PLAN).write_text("{}")  # a step of ours
     assert found(step)[0].startswith(
         f"`{checksums.NAME}` is missing; if you trust the files: `{checksums.COMMAND} {step}`"
     )
@@ -172,7 +173,7 @@ def test_a_checkpoint_of_another_program_is_not_called_damaged(step, beside, who
         and "nam hf import" in problem.hint
         and "damaged" not in problem.message
     )
-    assert not [*checkpoint.another(step.parent, translate(load("nam56r_smoke")))], "it is said once"
+    assert not [*resume.another(step.parent, translate(load("nam56r_smoke")))], "it is said once"
 
 
 def test_a_checkpoint_of_megatrons_older_form_is_anothers(step):
@@ -292,7 +293,7 @@ OPTIMIZERS = {
 
 
 def refused(folder: Path, *words: str) -> list[str | None]:
-    return [p.key for p in checkpoint.another(folder, lowered(*words))]
+    return [p.key for p in resume.another(folder, lowered(*words))]
 
 
 def test_a_layout_that_flattened_the_optimizer_is_kept(tmp_path):
@@ -339,8 +340,8 @@ def test_an_fsdp_is_not_resharded():
         found = {"distributed_optimizer": {"enabled": True, "reshardable": True}}
         return {"feature": found | {name: {} for name in features}}
 
-    assert checkpoint._reshardable(recipe("mtp"))
-    assert not any(checkpoint._reshardable(recipe("mtp", name)) for name in ("muon", "megatron_fsdp"))
+    assert resume._reshardable(recipe("mtp"))
+    assert not any(resume._reshardable(recipe("mtp", name)) for name in ("muon", "megatron_fsdp"))
 
 
 def test_an_fsdp_takes_no_weights_alone(tmp_path):
@@ -359,7 +360,7 @@ def test_weights_alone_are_of_what_the_compiler_decided_then(tmp_path):
     save = (f"schedule.save={tmp_path}", "schedule.save_interval=2")
     (tmp_path / TRACKER).write_text("release")
     checkpoint.sign(lowered(*save))
-    signed = tmp_path / checkpoint.PLAN
+    signed = tmp_path / resume.PLAN
     for name, told in (("rotary_interleaved", ["settings.rotary_interleaved"]), ("decoupled_lr", [])):
         tree = json.loads(signed.read_text())
         (pin,) = (s for s in tree["settings"] if s["name"] == name)
@@ -399,7 +400,7 @@ def test_another_kind_of_data_is_another_computation_wherever_it_lies(tmp_path):
     assert refused(tmp_path / "ckpt", *data, f"data.path={moved}") == []
     assert refused(tmp_path / "ckpt", *data, f"data.path={other}") == ["data.path"]
     (Path(same) / "train.bin").write_bytes(b"x")  # written over, and its manifest left
-    (problem,) = checkpoint.another(tmp_path / "ckpt", lowered(*data, f"data.path={same}"))
+    (problem,) = resume.another(tmp_path / "ckpt", lowered(*data, f"data.path={same}"))
     assert problem.message == f"`{same}/train.bin` is not what was built"
     (Path(same) / "train.bin").unlink()
     built(Path(same), "2")  # built again, at the same place
@@ -424,13 +425,13 @@ def test_datasets_of_others_are_known_by_their_content(tmp_path):
     (tmp_path / "ckpt" / TRACKER).write_text("2")
 
     def said(*words: str) -> list[str]:
-        return [p.message.partition(": ")[2] for p in checkpoint.another(tmp_path / "ckpt", lowered(*words))]
+        return [p.message.partition(": ")[2] for p in resume.another(tmp_path / "ckpt", lowered(*words))]
 
     checkpoint.sign(lowered(*one, f"data.path={tmp_path}/a"))
     assert said(*one, f"data.path={tmp_path}/a") == said(*one, f"data.path={tmp_path}/b") == []
     (tmp_path / "b.bin").write_bytes(b"bin of twos")
     assert said(*one, f"data.path={tmp_path}/b") == ["`data.bin` has another hash"]
-    shorter = checkpoint.another(tmp_path / "ckpt", lowered(*one, f"data.path={tmp_path}/b"), thorough=False)
+    shorter = resume.another(tmp_path / "ckpt", lowered(*one, f"data.path={tmp_path}/b"), thorough=False)
     assert list(shorter) == []  # of a job one rank hashes it
     (tokens / manifest.TOKENS).write_text('{"padding": null,  "model": {"a": 1}}')  # laid out otherwise
     assert said(*one, f"data.path={tmp_path}/a") == []
@@ -449,7 +450,7 @@ def test_datasets_of_others_are_known_by_their_content(tmp_path):
     (tmp_path / "b.idx").write_bytes(b"y")
     assert said(*save, "data=blend", parts) == ["`part2.idx` has another hash"]
     (tmp_path / "b.idx").unlink()
-    found = [p.message for p in checkpoint.another(tmp_path / "ckpt", lowered(*save, "data=blend", parts))]
+    found = [p.message for p in resume.another(tmp_path / "ckpt", lowered(*save, "data=blend", parts))]
     assert found == [f"`{tmp_path}/b.idx` cannot be read: No such file or directory"]
     for name in "ab":
         (tmp_path / name).mkdir()
@@ -483,11 +484,11 @@ def test_what_an_older_version_left_out_is_said(step):
     checksums.bind_to(step, checksums.BOUND)
     signed(step)
     assert list(checkpoint.untold(folder)) == []
-    (folder / checkpoint.DATA).unlink()
+    (folder / resume.DATA).unlink()
     assert [said.partition(" cannot be told")[0] for said in checkpoint.untold(folder)] == [
         f"whether the data is that of `{folder}`"
     ]
-    (step / checkpoint.PLAN).unlink()
+    (step / resume.PLAN).unlink()
     checkpoint.sign(lowered(*words))  # random tokens
     tree = json.loads((step / checksums.NAME).read_text())
     del tree["step"], tree["files"]["plan.json"]
@@ -508,7 +509,7 @@ def test_a_step_of_another_run_or_another_step_is_told(step):
         signed(step)
 
     def strange() -> list[str]:
-        return list(checkpoint.foreign(step))
+        return list(resume.foreign(step))
 
     resigned("optim.lr=0.5")
     assert strange() == []
@@ -517,7 +518,7 @@ def test_a_step_of_another_run_or_another_step_is_told(step):
     checkpoint.sign(lowered(*words))
     (text,) = strange()
     assert text == "is of another run: `optim.lr` is 0.5 in its `plan.json`, and 0.0003 in the run's"
-    (problem,) = checkpoint.another(step.parent, lowered(*words))
+    (problem,) = resume.another(step.parent, lowered(*words))
     assert problem.message == f"checkpoint `{step}` {text}" and problem.key == "schedule.load"
     for ask in (opened.open_model, lambda step: export.checked(step, lowered(*words).plan)):
         with pytest.raises(Refused, match=r"is of another run: `optim\.lr`"):
@@ -530,7 +531,7 @@ def test_a_step_of_another_run_or_another_step_is_told(step):
     checkpoint.sign(lowered(*words, *moved))
     assert strange() == ["is of another run, which was trained on other data: `train.bin` and `train.idx`"]
     for at in (step, step.parent):
-        (at / checkpoint.DATA).unlink()
+        (at / resume.DATA).unlink()
     resigned()
     later = step.rename(step.with_name("iter_0000014"))
     (step.parent / TRACKER).write_text("14")
@@ -549,9 +550,9 @@ def test_imported_weights_are_of_the_model_beside_them(step):
     signed(step)
     (step.parent / TRACKER).write_text("release")
     checkpoint.sign(lowered(*words, "optim.lr=0.5"))
-    assert list(checkpoint.foreign(step)) == []
+    assert list(resume.foreign(step)) == []
     checkpoint.sign(lowered(*words, "model.vocab_size=512"))
-    assert any("is of another model" in said and "vocab_size" in said for said in checkpoint.foreign(step))
+    assert any("is of another model" in said and "vocab_size" in said for said in resume.foreign(step))
 
 
 def test_a_plan_is_signed_whole_or_not_at_all(tmp_path):
@@ -571,7 +572,7 @@ def test_where_a_run_may_save(tmp_path):
     save = ("schedule.save_interval=2", f"schedule.save={tmp_path}/ckpt")
 
     def objections(*words: str) -> list[str | None]:
-        return [p.key for p in checkpoint.occupied(lowered(*save, *words))]
+        return [p.key for p in resume.occupied(lowered(*save, *words))]
 
     assert objections() == []
     (tmp_path / "ckpt" / TRACKER).write_text("2")
@@ -594,7 +595,7 @@ def test_all_that_is_wrong_is_said_at_once(step):
 
     spoilt = [("schedule.load", " is not what was saved: its checksum differs"), ("schedule.load", " is cut off")]
     taken = ("schedule.save", " holds the checkpoints of a run")
-    unsigned = next(p for p in checkpoint.another(folder, lowered(*words)))
+    unsigned = next(p for p in resume.another(folder, lowered(*words)))
     assert said() == [*spoilt, (unsigned.key, unsigned.message.split("`")[-1]), taken]
     (step / "__0_0.distcp").write_bytes((step / "__0_0.distcp").read_bytes()[::-1])
     assert len(said(thorough=False)) == 4 < len(said())
@@ -603,7 +604,7 @@ def test_all_that_is_wrong_is_said_at_once(step):
             f"schedule.save={folder}", "schedule.save_interval=2", "schedule.train_steps=7", "schedule.decay_steps=7"
         )
     )
-    found = {p.key: (p.message, p.hint) for p in checkpoint.another(folder, lowered(*words))}
+    found = {p.key: (p.message, p.hint) for p in resume.another(folder, lowered(*words))}
     steps = lowered().plan.recipe.schedule.train_steps
     assert found == {
         f"schedule.{name}_steps": (

@@ -23,6 +23,7 @@ from test_train import TORCHRUN, command, indexed, logged, lowered, poison, run,
 from launch.record import steps
 from nam_megatron import train
 from nam_megatron.data import tokenizer
+from nam_megatron.judge import resume
 from nam_megatron.mends import background, master_weights
 from nam_megatron.runtime import checkpoint, checksums, pretrain
 
@@ -222,7 +223,7 @@ def staged(at_two: tuple[str, ...], folder: Path, values: dict) -> tuple[str, ..
 def test_a_next_stage_has_its_own_rates_and_the_state(whole, at_two, tmp_path):
     """Changed in nothing it is the run; else its rates are the new curve's at the steps counted from the run's first."""
     *_, third, fourth, fifth, sixth = whole[1]
-    idle = partial(setattr, checkpoint, "no_stage", lambda *_: ())  # it would be refused
+    idle = partial(setattr, resume, "no_stage", lambda *_: ())  # it would be refused
     same = trained(run(tmp_path, *staged(at_two, tmp_path / "same", {}), before=idle))
     assert same == pytest.approx([third, (third + fourth) / 2, fifth, sixth], abs=1e-6)
     words = staged(at_two, tmp_path / "lower", LOWER)
@@ -260,7 +261,7 @@ def test_a_next_stage_on_two_ranks_under_muon(tmp_path):
     *_, third, fourth = trained(run(tmp_path, *four, world=2))
     shutil.rmtree(tmp_path / "ckpt" / "iter_0000004")
     (tmp_path / "ckpt" / TRACKER).write_text("2")
-    idle = partial(setattr, checkpoint, "no_stage", lambda *_: ())
+    idle = partial(setattr, resume, "no_stage", lambda *_: ())
     kept = staged((*words, "schedule.train_steps=4", "schedule.decay_steps=4"), tmp_path / "same", {})
     assert trained(run(tmp_path, *kept, world=2, before=idle)) == pytest.approx([third, (third + fourth) / 2], abs=1e-6)
     ranks = run(tmp_path, *staged(words, tmp_path / "lower", LOWER), world=2, before=rates_of_groups)
@@ -297,7 +298,7 @@ def test_what_is_no_next_stage(at_two, words, key):
 
 def test_weights_alone_are_no_stage(at_two, tmp_path):
     (tmp_path / "ckpt" / TRACKER).write_text("release")
-    (problem,) = checkpoint.no_stage(tmp_path / "ckpt", lowered(*at_two, "schedule.changes=[optim.lr]"))
+    (problem,) = resume.no_stage(tmp_path / "ckpt", lowered(*at_two, "schedule.changes=[optim.lr]"))
     assert problem.key == "schedule.changes" and "weights alone" in problem.message
 
 
@@ -430,13 +431,13 @@ def test_a_run_goes_on_with_its_data_and_no_other(tmp_path):
     trained(run(tmp_path, *save))
     step = tmp_path / "ckpt" / "iter_0000002"
     assert json.loads((step / checksums.NAME).read_text())["step"] == step.name
-    assert {checkpoint.PLAN, checkpoint.DATA} <= checksums.read(step).keys()
+    assert {resume.PLAN, resume.DATA} <= checksums.read(step).keys()
     (tmp_path / "corpus.idx").unlink()
     indexed(tmp_path, documents=41)
-    record = (tmp_path / "ckpt" / checkpoint.DATA).read_bytes()
+    record = (tmp_path / "ckpt" / resume.DATA).read_bytes()
     (rank,) = run(tmp_path, *save, on)
     assert rank.code == 2 and "trained on other data: `data.bin` and `data.idx` have another hash" in rank.err
-    assert (tmp_path / "ckpt" / checkpoint.DATA).read_bytes() == record
+    assert (tmp_path / "ckpt" / resume.DATA).read_bytes() == record
     assert indexed(tmp_path) == prefix
     shutil.copytree(step, step.with_name("iter_0000004"))
     (tmp_path / "ckpt" / TRACKER).write_text("4")

@@ -22,7 +22,7 @@ from nam_megatron.recipe import load
 REPO = Path(__file__).parents[2]
 WORDS = {
     "format": "auto", "revision": None, "dirty": "store", "sanity": False, "port": 29741, "lock": None, "diagnostic": None,
-    "over_memory": "refuse",
+    "over_memory": "refuse", "trainer": "megatron",
 }  # fmt: skip
 # What every machine that runs these tests lacks, or has in its own way.
 HERE = ("lock", "extensions", "root-volume", "git", "numa", "xid", "limits", "shm", "clock", "venv", "compiling")

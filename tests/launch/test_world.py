@@ -21,9 +21,10 @@ from launch.finding import Finding, passed, waive
 from launch.host import preflight
 from launch.record import source
 from launch.run import job, kubernetes, overlay, process, run, slurm
-from nam_megatron.compile.argv import argv
+from nam_megatron.compile.argv import argv, plan_json
 from nam_megatron.compile.lower import translate
 from nam_megatron.errors import INCOMPLETE, Refused
+from nam_megatron.judge.resume import PLAN, SIGNED
 from nam_megatron.recipe import load
 from nam_megatron.tracker import TRACKER
 
@@ -141,6 +142,31 @@ def test_a_plan_over_the_device_is_refused_unless_told():
     (found,) = [f for f in job.findings(context(*big, over_memory="allow")) if f.name == "memory"]
     assert found.level == "note"
     assert passed(job.findings(context()))
+
+
+def test_a_checkpoint_that_the_plan_may_not_go_on_from_is_known_before_the_start(tmp_path):
+    """As its plan stands beside it, wherever relative paths begin; for Bridge's trainer in a folder of ours."""
+
+    def said(trainer, *words):
+        c = context(*save, "optim.lr=3e-4", *words, checkout=tmp_path, trainer=trainer)
+        return [f.message for f in job.findings(c) if f.name == "resume" and f.level == "fail"]
+
+    trainers, load = ("megatron", "bridge"), "schedule.load=ckpt"
+    save = ("schedule.save=ckpt", "schedule.save_interval=2")
+    assert said("megatron", load) == [f"no checkpoint in `{tmp_path}/ckpt`"]
+    step = tmp_path / "ckpt" / "iter_0000004"
+    step.mkdir(parents=True)
+    (step.parent / TRACKER).write_text("4")
+    (step / "common.pt").touch()
+    for trainer in trainers:
+        (theirs,) = said(trainer, load)
+        assert "was saved by another program" in theirs
+        assert said(trainer) == ["`ckpt` holds the checkpoints of a run"]
+    for trainer, at in zip(trainers, (step.parent, step.parent / SIGNED), strict=True):
+        at.mkdir(exist_ok=True)
+        for lr, expected in (("3e-4", []), ("4e-4", ["the checkpoint has `optim.lr` 0.0004, and the plan 0.0003"])):
+            (at / PLAN).write_text(plan_json(context(*save, load, f"optim.lr={lr}").lowering))
+            assert said(trainer, load) == expected
 
 
 def test_what_is_not_built_is_said(monkeypatch):
