@@ -41,6 +41,7 @@ FILE, LOCK, RESERVE, LOG, PLAN, DIFF = "receipt.json", "lock", "reserve", "log.t
 SIGNATURE, CHAIN = f"{FILE}.sig", ".chain"
 EVENTS = "events*.jsonl"  # each held by the ranks that write it, as long as they live
 NCCL = "nccl.*"
+KERNELS = "kernels.json"  # put there by whoever has a profile, see report
 UNREAD = "unread"  # in the place of a hash: the disk failed when the run was sealed
 OPENING = ".opening-"  # a folder whose receipt is not written yet
 ARCHIVE = "archive"  # beside runs: those that nothing cites any more
@@ -288,10 +289,10 @@ def _finite(number: str) -> float:
 
 
 def files(folder: Path) -> dict[str, str]:
-    """SHA-256 of what lies beside a receipt. NCCL's files have one together: each is called after its host."""
-    but = (FILE, f".{FILE}", SIGNATURE, LOCK, RESERVE)
-    found = {p.name for p in folder.iterdir() if p.name not in but and p.is_file()}
+    """SHA-256 of what lies beside a receipt. NCCL's files have one together: each is called after its host, as what is not ours may be."""
+    found = {p.name for p in folder.iterdir() if p.is_file()}
     names = {NCCL if fnmatch(name, NCCL) else name for name in found if not (folder / name).is_symlink()}
+    names &= {LOG, PLAN, DIFF, KERNELS, NCCL}
     names |= {name for name in found if fnmatch(name, EVENTS)}  # read through a link, too
     hashes = {name: file_hash(folder / name) or (UNREAD if fnmatch(name, EVENTS) else "") for name in sorted(names)}
     return {name: digits for name, digits in hashes.items() if digits}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.record import compare, events, outcome, steps
-from launch.record.receipt import FIRST, LOG, folders, kept_of, named, read
+from launch.record.receipt import FIRST, KERNELS, LOG, folders, kept_of, named, read
 from launch.record.receipts import RECEIPTS
 from launch.run.terminal import printable
 from nam_megatron import migrate
@@ -29,7 +29,6 @@ from nam_megatron.rehearsal import NOTE
 from nam_megatron.words.regular import irregular
 from nam_megatron.words.whole import write_whole
 
-KERNELS = "kernels.json"
 MADE_BY = '<meta name="generator" content="nam_megatron launch report">'
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 220, 64, 12, 10, 28
 POINTS = 600  # of a line; of more, each is the mean of its neighbours

@@ -32,7 +32,8 @@ def run(root: Path, preset: str = "x", log: str = "a log\n") -> Path:
     made = opened(root, preset)
     (made.folder / receipt.LOG).write_text(log)
     (made.folder / receipt.PLAN).write_text("{}")
-    (made.folder / "nccl.node-of-mine.1").write_text("NCCL version 2.27.5")
+    for name in ("nccl.node-of-mine.1", "core.node-of-mine.2"):
+        (made.folder / name).write_text("NCCL version 2.27.5")
     made.seal("completed", {"figures": {"loss": 1.0}})
     assert "node-of-mine" not in (made.folder / receipt.FILE).read_text()
     return made.folder
