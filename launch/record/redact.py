@@ -216,7 +216,7 @@ TOKEN = re.compile(rf"(?P<mark>{ONE_MARK})|\w+")
 # Numbers, and names that are a kind and a number: of versions, GPUs, NICs, links, file systems.
 FIGURE = re.compile(
     r"\d{1,9}|\d+(?:[eE]\d{1,3})|(?:cu|cuda|python|post|rc|dev|NV|GPU|NIC|v|H|A|B|GH|GB|sm|bond|eth|ib)\d{1,4}a?|mlx5_(?:bond_)?\d{1,3}|\d{1,3}[KMG]"
-    r"|[0-9A-Fa-f]{2}|[0-9A-Fa-f]{8}|\d{1,5}(?:x\d{1,5}){1,2}|ext[234]|nfs4?|\d+[TZ]"
+    r"|[0-9A-Fa-f]{2}|000[0-9A-Fa-f]{5}|\d{1,5}(?:x\d{1,5}){1,2}|ext[234]|nfs4?|\d+[TZ]"
     r"|\d{1,3}(?:a|b|rc)\d{1,2}|SXM\d|PCIe|HBM\de?|\d{1,4}GB|\d{1,2}X|[EHNQX]DR|Gb|sec|[xz]fs|btrfs|tmpfs|lustre|gpfs|ceph|wekafs|virtiofs"
     r"|[ADEGMR]{1,64}"  # layers
 )
