@@ -156,8 +156,8 @@ def _moved(group: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def compare(a: Run, b: Run, dtype: str) -> Outcome:
     x, y = a.logits.flatten(0, 1), b.logits.flatten(0, 1)
-    if not (x.isfinite().all() and y.isfinite().all()):
-        raise Refused(Problem("logits that are not finite: these weights are of no use"))
+    if not all(made.isfinite().all() for made in (x, y, *a.ahead, *b.ahead)):
+        raise Refused(Problem("logits or hidden states of MTP that are not finite: these weights are of no use"))
     p, q = x.log_softmax(-1), y.log_softmax(-1)
     cosine = torch.nn.functional.cosine_similarity(x.double(), y.double(), dim=-1)
     return Outcome(

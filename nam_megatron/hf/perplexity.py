@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from nam_megatron import installed
-from nam_megatron.data import manifest
+from nam_megatron.data import indexed, manifest
 from nam_megatron.data.identity import overwritten
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.hf.opened import absent, another_tokenizer, identity, known_tokens, open_model
@@ -58,6 +58,8 @@ def perplexity(
             logits = model(read[:, :-1].to(device)).logits
             labels = read[:, 1:].to(device)
             loss += F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum").item()
+        if not math.isfinite(loss):
+            raise Refused(Problem(f"the loss of `{path}` is not finite: these weights are of no use"))
         tokens += labels.numel()
         if time.monotonic() - told >= SECONDS:
             told = time.monotonic()
@@ -95,12 +97,18 @@ def held_out(dataset: Path, vocabulary: int, batch: int, length: int) -> torch.T
 
 
 def windows(prefix: Path, length: int, most: int | None, batch: int) -> Iterator[torch.Tensor]:
-    """int64 [up to `batch`, length]; neighbouring windows share a token, so that all but the first are predicted."""
+    """int64 [up to `batch`, length]; neighbouring windows share a token, so that all but the first are predicted. Raises Refused."""
     installed.ask()
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+    try:
+        tokens = (said := indexed.read(prefix)).bytes // said.token_bytes
+    except indexed.Unreadable as why:
+        raise Refused(Problem(str(why), key="data.path", hint="build the dataset again")) from None
+    if not tokens:
+        return
     index = IndexedDataset(str(prefix))
-    row = np.memmap(f"{prefix}.bin", dtype=index.index.dtype, mode="r")
+    row = np.memmap(f"{prefix}.bin", dtype=index.index.dtype, mode="r", shape=(tokens,))
     count = max((len(row) - 1) // (length - 1), 0)
     if count == 0 and len(row) > 1:
         yield torch.from_numpy(row.astype(np.int64))[None]

@@ -1124,6 +1124,8 @@ def test_two_runs_are_apart_by_torchs_own_divergence():
     found = check.compare(check.Run(one, (one,), ()), check.Run(other, (other,), (), own=(other,)), "fp32")
     p, q = (torch.distributions.Categorical(logits=logits) for logits in (one, other))
     assert found.kl == pytest.approx(torch.distributions.kl_divergence(p, q).mean().item(), rel=1e-5)
+    with pytest.raises(Refused, match="hidden states of MTP that are not finite"):
+        check.compare(check.Run(one, (), (one,)), check.Run(one, (), (one.log(),)), "fp32")
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 6, 7, 8, 9, 10, 11])
@@ -1137,6 +1139,12 @@ def test_windows_predict_every_token_but_the_first_once(tmp_path, tokens):
     for batch in (1, 2):
         read = [one for rows in perplexity.windows(tmp_path / "t", 4, None, batch) for one in rows.tolist()]
         assert [token for one in read for token in one[1:]] == row[1 : 1 + whole]
+    with open(tmp_path / "t.bin", "ab") as more:
+        more.write(b"x")  # which the index does not name
+    assert sum(map(len, perplexity.windows(tmp_path / "t", 4, None, 1))) == max((tokens - 1) // 3, tokens > 1)
+    (tmp_path / "t.bin").write_bytes(b"x")
+    with pytest.raises(Refused, match=r"t.bin` is cut off: 1 bytes of"):
+        next(perplexity.windows(tmp_path / "t", 4, None, 1))
 
 
 @pytest.mark.parametrize(("weights", "dataset"), [("w", "d"), ("w", "e"), ("v", "d"), ("w", None), (None, "d")])
@@ -1169,6 +1177,11 @@ def test_perplexity_is_that_of_the_windows(spoken, words_of, tmp_path, capsys, m
     assert found[0]["loss"] == found[1]["loss"] == pytest.approx(loss, rel=1e-5)
     assert found[1]["weights"] == json.loads((spoken[1] / folder.MANIFEST).read_text())["weights"]
     assert found[0]["tokens"] == 96
+    with monkeypatch.context() as patched, pytest.raises(Refused, match=f"the loss of `{path}` is not finite"):
+        spoilt = open_model(spoken[1], torch.float32)
+        spoilt.lm_head.weight.fill_(torch.nan)
+        patched.setattr(perplexity, "open_model", lambda *_: spoilt)
+        perplexity.perplexity(path, tmp_path / "set", "valid", 3, 1, torch.float32, "cpu")
     assert found[0]["checkpoint"] == found[1]["checkpoint"] == checksums.whole(spoken[0] / "iter_0000003")
 
     # A dataset of another tokenizer of equal size; an export says its own, and these weights were trained without one.
