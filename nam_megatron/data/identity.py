@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nam_megatron.data import manifest
 from nam_megatron.errors import Problem, Refused, raise_if
+from nam_megatron.words import regular
 from nam_megatron.words.regular import irregular
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ def hashes(tree: Any) -> dict[str, str] | None:
 
 def stored(path: Path) -> dict[str, str] | None:
     """`hashes` of a file; None where it is not there or cannot be read."""
+    if regular.kind(path):  # what stands there has no end
+        return None
     try:
         return hashes(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError):

@@ -23,6 +23,7 @@ import torch
 
 from nam_megatron.errors import OK, Problem, Refused, finish
 from nam_megatron.tracker import INTEGRITY
+from nam_megatron.words import regular
 
 NAME, ALGORITHM = INTEGRITY, "sha256"
 PART = f"{NAME}.part"
@@ -116,6 +117,8 @@ def read(folder: Path) -> dict[str, str]:
 
 
 def _read(folder: Path) -> tuple[dict[str, str], str | None]:
+    if what := regular.kind(folder / NAME):
+        raise ValueError(f"it is {what}")  # which has no end
     text = (folder / NAME).read_text(encoding="utf-8")
     try:
         said = json.loads(text)

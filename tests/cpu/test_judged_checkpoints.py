@@ -123,6 +123,7 @@ def test_a_pipe_is_not_waited_for(step, name):
     path.unlink(missing_ok=True)
     os.mkfifo(path)
     assert found(step) == [f"`{path}` is a pipe, and no file"]
+    assert identity.stored(path) is None and (path.name != checksums.NAME or "a pipe" in next(checksums.damage(step)))
 
 
 def test_a_shard_that_nobody_hashed_and_a_file_of_somebodys(step):
