@@ -63,6 +63,7 @@ class Job(NamedTuple):
 PROVE = "-m nam_megatron.prove.every {out}/prove_%s.json --device cuda --presets %s"
 RESUMED = PROVE + " --resume"
 WHOLE = "feature.cuda_graphs.impl=full_iteration feature.cuda_graphs.warmup_steps=1"
+KEEP, PARTS = "feature.fp8.keep_inputs", "feature.fp8.bf16_parts"
 AUTHOR13 = f"model.depth=13 '{SPARSE13}'"
 NGRAMS = "feature.ngram_hash.enabled=true feature.ngram_hash.buckets=8000000 feature.ngram_hash.document_end=0"
 PART = (  # what `launch` would otherwise refuse on a host that has more GPUs than the run
@@ -145,12 +146,16 @@ JOBS = {
             ("tensor", "parallel.tensor=2 parallel.sequence=true"),
         )
     },
-    # Laws that say "untried": FP8's kept inputs and bf16 rates under an FSDP, bf16 rates with tensor ranks.
+    # FP8 under an FSDP with neither of two keys, and with each: with both it differs by a little more than rounding explains.
     "prove_untried": Job(
-        2, 6,
+        2, 9,
         PROVE % ("untried", "nam56r_fused")
-        + ' --with "cluster=h200_2 +overlay=fp8 parallel.tensor=2 parallel.sequence=true allow.mamba3-rates-tensor=tried"'
-        ' --with "cluster=h200_2 +overlay=[fp8,fsdp_ep] allow.fp8-inputs-fsdp=tried allow.mamba3-rates-fsdp=tried"',
+        + "".join(
+            f' --with "cluster=h200_2 +overlay=[fp8,fsdp_ep] {KEEP}={kept} {PARTS}=[experts,latents,m2rnn{more}"'
+            for kept, more in (
+                ("false", "]"), ("false", ",mamba3_rates] allow.mamba3-rates-fsdp=tried"), ("true", "] allow.fp8-inputs-fsdp=tried")
+            )
+        ),
         gib=40,
     ),
     "prove_sharded": Job(
