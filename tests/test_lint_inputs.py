@@ -203,6 +203,7 @@ SPELLED = {
         "hybrid_override_pattern": None, "layers_block_type": [SYMBOLS[s] for s in NEMOTRON_3_NANO["hybrid_override_pattern"]],
         "time_step_limit": [0.0, INF], "num_hidden_layers": None,
     },
+    "nemotron_h_8b": {"time_step_limit": [0.0, 1e308]},  # as Nemotron-3-Ultra's
 }  # fmt: skip
 
 
@@ -271,7 +272,7 @@ def test_architectures_that_are_not_read_say_whose_lack_it_is():
 
 def test_how_published_weights_are_stored_is_said():
     whole = {"model_type": "x", "text_config": GPT_OSS}
-    for said in (GPT_OSS, whole, LLAMA | {"quantization_config": {"quant_method": "mxfp4"}}):
+    for said in (GPT_OSS, whole, LLAMA | {"quantization_config": {"quant_algo": "mxfp4"}}):
         notes = lint(json.dumps(said), "config.json").launch.notes
         assert any(note.startswith("`quantization_config`") and "`mxfp4`" in note for note in notes)
 
@@ -384,6 +385,9 @@ YARN = CONFIGS["deepseek_v3_yarn"]["rope_scaling"]
          "does not say `layer_types`"),
         ("nemotron_3_nano_30b_a3b", {"n_shared_experts": 0}, "its code has one"),
         ("qwen3_next_80b_a3b", {"model_type": "qwen3_5_moe_text", "decoder_sparse_step": 2}, "experts in all layers"),
+        *(("qwen3_8b", {"architectures": [named]}, f"`{named}` in `config.json` is no language model of `qwen3`")
+          for named in ("Qwen3ForCausalLMEagle3", "Qwen3ForSequenceClassification", "DFlashDraftModel", "LlamaForCausalLM")),
+        ("llama_3_1_8b", {"rope_theta": None}, "older than this key mean 10000.0"),
     ],
     ids=str,
 )  # fmt: skip

@@ -8,6 +8,7 @@ is not read. Names and meanings: transformers 4's and 5.12.1's, models/*/configu
 import difflib
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -22,7 +23,7 @@ Words = Iterator[str]
 MOST = 10_000  # layers
 # Of generation, files and versions: no part of the model.
 NEVER_READ = {
-    "architectures", "model_type", "auto_map", "torch_dtype", "dtype", "transformers_version", "use_cache", "bos_token_id", "eos_token_id",
+    "model_type", "auto_map", "torch_dtype", "dtype", "transformers_version", "use_cache", "bos_token_id", "eos_token_id",
     "pad_token_id", "pretraining_tp", "output_router_logits", "ep_size", "quantization_config", "_name_or_path", "num_logits_to_keep",
     "use_mamba_kernels", "rescale_prenorm_residual", "chunk_size", "max_window_layers", "layer_types", "full_attention_interval", "expand",
     "time_step_limit", "time_step_min", "time_step_max", "time_step_floor", "mamba_ssm_cache_dtype", "sliding_window",
@@ -44,7 +45,7 @@ HOLD: Mapping[str, tuple[type, str]] = {
                      "residual_in_fp32", "attention_out_bias", "qkv_bias", "use_qkv_bias", "is_causal", "use_parallel_residual",
                      "qk_layernorm"), FLAG),
     **dict.fromkeys(("layer_types", "mlp_layer_types", "layers_block_type", "mlp_only_layers", "time_step_limit", "no_rope_layers",
-                     "attn_layer_indices"), LIST),
+                     "attn_layer_indices", "architectures"), LIST),
     **dict.fromkeys(("hidden_act", "mlp_hidden_act", "mamba_hidden_act", "topk_method", "scoring_func", "hybrid_override_pattern"), TEXT),
     **dict.fromkeys(("rope_parameters", "rope_scaling"), TABLE),
 }  # fmt: skip
@@ -54,6 +55,8 @@ REAL = {
     "router_jitter_noise", "swiglu_alpha", "residual_dropout", "resid_pdrop", "embd_pdrop", "z_loss_coefficient",
 }  # fmt: skip
 MAY_BE_0 = REAL | {"first_k_dense_replace"}
+# What models were before a key was there.
+OLDER = {"rope_theta": "10000.0", "num_key_value_heads": "as many as `num_attention_heads`"}
 # Keys that a dense model has no use for.
 EXPERTS = (
     "num_experts",
@@ -105,7 +108,8 @@ class Said:
             what = f"`{self.name}` has `{next(iter(found))}: {value}` beside `{unlike[0]}: {found[unlike[0]]}`"
             raise Refused(Problem(what, key=unlike[0], hint="leave one of them out"))
         if value is None:
-            hint = "give the whole file: a default of transformers' would be a guess"
+            hint = "add it: transformers has a default of its own, which the file does not say"
+            hint += f"; files that are older than this key mean {OLDER[keys[0]]}" if keys[0] in OLDER else ""
             raise Refused(Problem(f"`{self.name}` does not say `{keys[0]}`", key=keys[0], hint=hint))
         return value
 
@@ -197,8 +201,9 @@ def words(root: Mapping[str, Any], name: str) -> tuple[list[str], list[str]]:
         )
     said = Said(_flat(root, name), name)
     said.left += beside
+    _of_language(said)
     if stored := stored or root.get("quantization_config"):
-        method = stored.get("quant_method") if isinstance(stored, dict) else stored
+        method = (stored.get("quant_method") or stored.get("quant_algo")) if isinstance(stored, dict) else stored
         said.left.append(
             f"`quantization_config`: its weights are published as `{method}`, and a run's are as its precision says"
         )
@@ -222,6 +227,23 @@ def words(root: Mapping[str, Any], name: str) -> tuple[list[str], list[str]]:
     if unread:
         said.left.append(f"keys that are not read: {', '.join(unread)}")
     return found, said.left
+
+
+# Ends of the names of classes that are language models, and architectures that go by another's.
+LANGUAGE = re.compile(r"(\w+?)(ForCausalLM|ForConditionalGeneration)")
+NAMED = {"kimi_k2": "deepseek_v3"}
+
+
+def _of_language(s: Said) -> None:
+    """Raises Refused: the class is no language model of this architecture, such as a draft, a classifier, or an encoder."""
+    kind = str(s.root["model_type"])
+    plain = NAMED.get(kind, kind).removesuffix("_text").replace("_", "")
+    for named in s.get("architectures") or ():
+        found = LANGUAGE.fullmatch(str(named))
+        if found is None or found[1].replace("_", "").lower() != plain:
+            hint = "a draft, a classifier or an encoder is another model; leave the key out if only its name is another"
+            what = f"`{named}` in `{s.name}` is no language model of `{kind}`"
+            raise Refused(Problem(what, key="architectures", hint=hint))
 
 
 def _lack(kind: str) -> str:
@@ -358,6 +380,7 @@ LISTED = {"gpt_oss", "ministral", "cwm", "dots1"}  # whose `layer_types` say whi
 WINDOWED = {"mixtral", "mistral", "phi3", *LISTED}
 LINEAR = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 SPARSE = {"deepseek_v32"}
+FP32 = 3.4e38  # its largest number
 INDEXED = {"deepseek_sparse_attention", "indexed_attention"}  # the second since transformers 5.24
 
 
@@ -385,8 +408,9 @@ def _elsewhere(s: Said) -> None:
     full = {"full_attention", *(INDEXED if kind in SPARSE else ())}
     if kind not in LINEAR | LISTED and (others := {*(root.get("layer_types") or ())} - full):
         s.refuse("layer_types", f"`layer_types`: {', '.join(map(str, sorted(others)))}", OURS)
-    if (limits := root.get("time_step_limit")) and [_float(x) for x in limits] != [0.0, float("inf")]:
-        s.refuse("time_step_limit", f"`time_step_limit: {limits}`")
+    lowest, highest = [_float(x) for x in root.get("time_step_limit") or (0.0, math.inf)]
+    if lowest or highest < FP32:  # steps of which are never above
+        s.refuse("time_step_limit", f"`time_step_limit: {root['time_step_limit']}`")
 
 
 def _float(value: Any) -> float:
