@@ -323,6 +323,26 @@ def test_what_a_config_says_twice_or_too_finely_is_refused(name, change, says):
         lint(json.dumps(CONFIGS[name] | change), "config.json")
 
 
+GLM_5 = GLM_4_7_FLASH | {"model_type": "glm_moe_dsa", "indexer_rope_interleave": True, "index_n_heads": 32, "index_head_dim": 128,
+                         "index_topk": 2048}  # fmt: skip
+SHARED = ["full"] * 3 + ["shared", "shared", "shared", "full"] * 11
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"index_topk_freq": 4, "index_skip_topk_offset": 3},
+        {"index_topk_pattern": "".join(kind[0].upper() for kind in SHARED)},
+        {"indexer_types": SHARED},
+    ],
+)
+def test_layers_that_share_positions_are_a_period_in_any_spelling(said):
+    found = flags(GLM_5 | said, "a")
+    assert found["--dsa-indexer-topk-freq"] == ["4"] and found["--dsa-indexer-skip-topk-offset"] == ["3"]
+    with pytest.raises(Refused, match="which is no period"):
+        flags(GLM_5 | said | {"indexer_types": SHARED[::-1]}, "b")
+
+
 NEWER = {"rope_theta": 1000000, "rope_type": "default"}  # as transformers 5 writes it
 YARN = CONFIGS["deepseek_v3_yarn"]["rope_scaling"]
 

@@ -43,10 +43,11 @@ HOLD: Mapping[str, tuple[type, str]] = {
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias", "use_sliding_window",
                      "use_qk_norm", "norm_topk_prob", "seq_aux", "use_conv_bias", "mamba_conv_bias", "rope_interleave", "attn_output_gate",
                      "residual_in_fp32", "attention_out_bias", "qkv_bias", "use_qkv_bias", "is_causal", "use_parallel_residual",
-                     "qk_layernorm"), FLAG),
+                     "qk_layernorm", "indexer_rope_interleave"), FLAG),
     **dict.fromkeys(("layer_types", "mlp_layer_types", "layers_block_type", "mlp_only_layers", "time_step_limit", "no_rope_layers",
-                     "attn_layer_indices", "architectures"), LIST),
-    **dict.fromkeys(("hidden_act", "mlp_hidden_act", "mamba_hidden_act", "topk_method", "scoring_func", "hybrid_override_pattern"), TEXT),
+                     "attn_layer_indices", "architectures", "indexer_types"), LIST),
+    **dict.fromkeys(("hidden_act", "mlp_hidden_act", "mamba_hidden_act", "topk_method", "scoring_func", "hybrid_override_pattern",
+                     "index_topk_pattern"), TEXT),
     **dict.fromkeys(("rope_parameters", "rope_scaling"), TABLE),
 }  # fmt: skip
 REAL = {
@@ -359,12 +360,13 @@ SEEING = {
 }  # fmt: skip
 BIASED = {"gpt_oss"}  # with a clamped gate of its own, too
 # Keys that a file may leave out and that then have another value in transformers than none: what it builds would be a guess.
-LATENT = {"deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite"}
+LATENT = {"deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "glm_moe_dsa"}
 _DEEPSEEK = ("routed_scaling_factor", "n_group", "topk_group", "n_shared_experts")
 SAID: Mapping[str, tuple[str, ...]] = {
     "mistral": ("sliding_window",), "mixtral": ("sliding_window",), "qwen3": ("head_dim",), "qwen3_moe": ("head_dim",),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), ("head_dim", "partial_rotary_factor")),
     **dict.fromkeys(LATENT, _DEEPSEEK), "deepseek_v2": (*_DEEPSEEK, "topk_method"),
+    "glm_moe_dsa": (*_DEEPSEEK, "indexer_rope_interleave"),
     "gpt_oss": ("head_dim", "sliding_window", "layer_types", "attention_bias", "rope_scaling|rope_parameters"),
     "seed_oss": ("head_dim", "attention_bias", "attention_dropout", "residual_dropout"),
     "glm4_moe": (*_DEEPSEEK, "head_dim", "partial_rotary_factor"), "nemotron_h": ("head_dim|attention_head_dim",),
@@ -379,7 +381,7 @@ SAID: Mapping[str, tuple[str, ...]] = {
 LISTED = {"gpt_oss", "ministral", "cwm", "dots1"}  # whose `layer_types` say which layers have a window
 WINDOWED = {"mixtral", "mistral", "phi3", *LISTED}
 LINEAR = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
-SPARSE = {"deepseek_v32"}
+SPARSE = {"deepseek_v32", "glm_moe_dsa"}
 FP32 = 3.4e38  # its largest number
 INDEXED = {"deepseek_sparse_attention", "indexed_attention"}  # the second since transformers 5.24
 
@@ -390,7 +392,7 @@ def _whole(s: Said) -> None:
     for names in SAID.get(kind, ()):
         if not any(name in root for name in names.split("|")):
             s.need(*names.split("|"))
-    for key in ("layer_types", "mlp_layer_types", "layers_block_type", "hybrid_override_pattern"):
+    for key in ("layer_types", "mlp_layer_types", "layers_block_type", "hybrid_override_pattern", "indexer_types"):
         s.typed(key)
         s.typed("num_hidden_layers")
         found, layers = root.get(key), root.get("num_hidden_layers")
@@ -815,7 +817,8 @@ def _deepseek(s: Said) -> Words:
     yield from _numbers(s, "v_head_dim", qk_head_dim="qk_nope_head_dim", qk_pos_emb_head_dim="qk_rope_head_dim")
     s.get("num_key_value_heads")
     plain, turned = s.number("qk_nope_head_dim"), s.number("qk_rope_head_dim")
-    s.only("head_dim", turned, lack="it stands beside `qk_rope_head_dim`: leave it out")
+    if s.get("head_dim") and s.root["model_type"] != "glm_moe_dsa":  # whose class puts its own in
+        s.only("head_dim", turned, lack="it stands beside `qk_rope_head_dim`: leave it out")
     s.only(
         "qk_head_dim", plain + turned, lack="it stands beside `qk_nope_head_dim` and `qk_rope_head_dim`: leave it out"
     )
@@ -845,10 +848,14 @@ def _deepseek(s: Said) -> Words:
             s.refuse("rope_scaling", f"`rope_scaling` of type {kind}")
     yield "--no-rope-fusion"
     s.off("attention_bias")
-    if s.root["model_type"] == "deepseek_v32":
-        s.only("rms_norm_eps", 1e-6, lack=f"its code gives the norm of the indexer's keys 1e-06 always: {OURS}")
+    if s.root["model_type"] in SPARSE:
+        if s.number("rms_norm_eps") != 1e-6:  # which its code gives the norm of the indexer's keys always
+            yield from ("--dsa-indexer-k-norm-epsilon", "1e-06")
         yield from _numbers(s, **{f"dsa_indexer_{key}": f"index_{key}" for key in ("n_heads", "head_dim", "topk")})
         yield from ("--experimental-attention-variant", "dsa", "--no-dsa-indexer-rotate-activation")
+    if s.root["model_type"] == "glm_moe_dsa":
+        s.only("indexer_rope_interleave", True, lack="its code turns neighbouring columns, whatever the file says")
+        yield from ("--dsa-indexer-rope-interleaved", *_chosen_once(s))
     if s.get("n_routed_experts"):
         yield from _dense_first(s)
         yield from _routed(s, ("n_routed_experts",), "moe_intermediate_size", "aux_loss_alpha")
@@ -866,6 +873,23 @@ def _deepseek(s: Said) -> Words:
             s.only("norm_topk_prob", False, lack="transformers' class leaves it out, the model's own code does not")
         yield from _sigmoid(s) if v3 else _softmax(s)
     _depths(s)
+
+
+def _chosen_once(s: Said) -> Words:
+    """Layers whose positions those behind them attend to, too: transformers 5.12.1's configuration_glm_moe_dsa.py."""
+    layers, letters = _layers(s), s.get("index_topk_pattern")
+    kinds = s.get("indexer_types") or [{"F": "full", "S": "shared"}.get(c, c) for c in letters or ()]
+    every, first = s.get("index_topk_freq") or 1, s.get("index_skip_topk_offset")
+    if every == 1 and "shared" in kinds:
+        first = kinds.index("shared")
+        every = next((i for i in range(first, layers) if kinds[i] == "full"), layers) + 1 - first
+    if every > 1:
+        first = max(first if first is not None else s.need("index_skip_topk_offset"), 1)
+        yield from ("--dsa-indexer-topk-freq", str(every), "--dsa-indexer-skip-topk-offset", str(first))
+    counted = ["shared" if every > 1 and max(i + 1 - first, 0) % every else "full" for i in range(layers)]
+    if kinds and kinds != counted:
+        what = f"`indexer_types` or `index_topk_pattern` of `{s.name}`, which is no period"
+        s.refuse("indexer_types", what, f"{MEGATRON}: it shares among equal numbers of layers")
 
 
 def _glm4_moe(s: Said) -> Words:
@@ -972,7 +996,8 @@ KINDS: Mapping[str, Callable[[Said], Words]] = {
     "llama": _blocks, "mistral": _mistral, "mixtral": _mixtral, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen3_next, "qwen3_5_text": _qwen3_5, "qwen3_5_moe_text": _qwen3_5_moe, "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek, "deepseek_v32": _deepseek, "kimi_k2": _deepseek, "glm4_moe": _glm4_moe,
-    "glm4_moe_lite": _deepseek, "nemotron_h": _nemotron_h, "gpt_oss": _gpt_oss, "seed_oss": _seed_oss, "qwen2_moe": _qwen2_moe,
+    "glm4_moe_lite": _deepseek, "glm_moe_dsa": _deepseek, "nemotron_h": _nemotron_h,
+    "gpt_oss": _gpt_oss, "seed_oss": _seed_oss, "qwen2_moe": _qwen2_moe,
     "arcee": _blocks, "ministral": _ministral, "cwm": _ministral, "dots1": _dots1, "solar_open": _solar_open, "nemotron": _nemotron,
     "stablelm": _stablelm, "phi3": _phi3, "smollm3": _smollm3, "helium": _blocks, "ernie4_5": _blocks, "bamba": _bamba,
     "glm": partial(_blocks, qkv_bias=True), "qwen3_vl_text": _qwen3, "qwen3_vl_moe_text": _qwen3_vl_moe, "glm4v_moe_text": _glm4v_moe,

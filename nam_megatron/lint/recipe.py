@@ -155,7 +155,8 @@ def make(report: Report, path: Path, stepping: bool = False) -> Made:
     if m.described and (other := [line for line in (*made.lost, *made.keyless) if line.startswith("--")]):
         hint = "Megatron has it: train from the arguments that lint describes"
         raise Refused(
-            Problem(f"no recipe of ours says `{line.partition(' ->')[0]}`", key="recipe", hint=hint) for line in other
+            Problem(f"no recipe of ours says `{line.partition(' ->')[0].partition(': ')[0]}`", key="recipe", hint=hint)
+            for line in other
         )
     return made
 
