@@ -29,7 +29,7 @@ class Events:
     """What came of a run by its own word. world: how many ranks there are; planned: steps, interval: of them from line to line.
 
     ends: how each rank has ended, badly where its last process said so; last: what each has said last.
-    again: a step that one process said after it, or a later one.
+    again: a step that one process said after it, a later one, or its end; worlds: of how many ranks somebody said to be one.
     """
 
     world: int
@@ -46,6 +46,7 @@ class Events:
     strange: int = 0
     missing: int = 0
     again: int = 0
+    worlds: set[int] = field(default_factory=set)
     _process: dict[int, int] = field(default_factory=dict)
     _heard: dict[tuple[Any, int], int] = field(default_factory=dict)
     _at: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -88,6 +89,7 @@ class Events:
             self.starts[rank] += 1
             self._process[rank] = event["pid"]
             self.ends.pop(rank, None)
+            self.worlds.add(event["world"])
             self.world = max(self.world, event["world"])
         self.last[rank] = event
         if kind == "end" and event["pid"] == self._process.get(rank, event["pid"]):
@@ -101,7 +103,8 @@ class Events:
             named = {FIGURES.get(key, key): value for key, value in event.items() if key in FIGURES}
             values = {name: float(value) for name, value in (named | event["gauges"]).items() if value is not None}
             by = rank, event["pid"]
-            self.again = self.again or event["step"] * (event["step"] <= self._at.get(by, 0))
+            over = self.ends.get(rank, {}).get("pid") == event["pid"]
+            self.again = self.again or event["step"] * (over or event["step"] <= self._at.get(by, 0))
             self._at[by] = event["step"]
             self.said.steps[event["step"]] = steps.Step(event["step"], event["of"], values, when)
         elif kind in ("saving", "scheduled", "saved"):
@@ -163,7 +166,7 @@ class Events:
         if self.interval and (far := [p for p in pairwise(sorted(self.said.steps)) if p[1] - p[0] > self.interval]):
             return f"no line is of a step between {far[0][0]} and {far[0][1]}"
         if self.again:
-            return f"one process said step {self.again} again, or after a later one"
+            return f"one process said step {self.again} again, after a later one, or after its end"
         if nan := [n for n, step in self.said.steps.items() if not math.isfinite(step.values.get(steps.LOSS, 0.0))]:
             return f"the loss of step {nan[0]} is no number"
         if beyond := max((rank for rank in self.last if rank >= self.world), default=None):
@@ -173,6 +176,8 @@ class Events:
             return f"the checkpoint of step {max(left)} was begun and not finished"
         if max(begun, default=0) > done:
             return f"it ended at step {done}, and a checkpoint is of step {max(begun)}"
+        if other := self.worlds - {self.world}:
+            return f"a rank is of a world of {min(other)}, and there are {self.world}"
         return None
 
     @property

@@ -383,8 +383,9 @@ def test_how_it_ended(tmp_path, said, code, signals, expected):
         ([{"event": "loaded", "step": 5}, end(5)], None),
         ([*({"event": "loaded", "step": n} for n in (9, 2)), step(5), end(5)], "it ended at step 5, and the last line is of step 9"),
         ([step(1), step(5), end(5)], "no line is of a step between 1 and 5"),
-        *(([step(n) for n in said] + [end(5)], f"one process said step {n} again, or after a later one")
+        *(([step(n) for n in said] + [end(5)], f"one process said step {n} again, after a later one, or after its end")
           for n, said in ((2, (3, 2, 5)), (5, (3, 5, 5)))),
+        ([step(3), end(5), step(5)], "one process said step 5 again, after a later one, or after its end"),
         ([step(2), step(5) | {"loss": "nan"}, end(5)], "the loss of step 5 is no number"),
         ([step(5), end(5, "done", None)], "rank 0 ended without a code: done"),
         ([step(5), *({"event": word, "step": 9} for word in ("saving", "saved")), end(5)],
@@ -421,6 +422,10 @@ def test_all_ranks_have_to_end_and_the_one_that_failed_first_is_named(tmp_path):
     assert ending(tmp_path, 0, world=2)[2] == "torchrun ended with 0, but rank 1 did not say its end in `events.jsonl`"
     said_by(tmp_path, end(4), rank=1)
     assert ending(tmp_path, 0, world=2)[2].endswith("ranks ended at different steps, at 4 and 5")
+    (alone := tmp_path / "alone").mkdir()
+    for rank in (0, 1):
+        said_by(alone, step(5), end(5), rank=rank)
+    assert ending(alone, 0, world=2)[2].endswith("a rank is of a world of 1, and there are 2")
     beyond = tmp_path / "beyond"
     beyond.mkdir()
     for rank, said in enumerate(([end(5)], [end(5)], [step(5)])):
