@@ -18,6 +18,9 @@ from test_run import Launcher, appears, gone
 from launch.record import receipt
 from launch.run import hang
 
+NO_TIME = (
+    b'{"rank": 0, "host": "h", "pid": 1, "phase": "step", "step": 1, "micro": 1, "spent": 0.1, "at": NaN, "nth": 1}'
+)
 SLEEP, SPIN = "import time; time.sleep(60)", "while True: pass"
 
 
@@ -52,6 +55,15 @@ def found(folder: Path, world: int) -> hang.Hang:
     return hang.triage(known, world, before, hang.look(pids), 0.5)
 
 
+def test_a_process_has_the_time_of_those_below_it_and_of_those_that_have_ended(tmp_path):
+    """Compilers come and go between two looks."""
+    for pid, parent, name in ((7, 1, "python"), (8, 7, "sh) ("), (9, 8, "ptxas"), (10, 1, "ptxas")):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} ({name}) S {parent} {'0 ' * 9}100 200 300 400 0")
+    tick = os.sysconf("SC_CLK_TCK")
+    assert hang.look([7, 11], tmp_path) == {7: hang.Look("S", 3000 / tick, ("ptxas",)), 11: hang.Look(None, 0)}
+
+
 def test_a_rank_that_never_came(ranks, tmp_path):
     ranks(
         SLEEP, SLEEP, with_={0: {"phase": "start", "step": 0, "micro": 0}, 1: {"phase": "start", "step": 0, "micro": 0}}
@@ -69,7 +81,7 @@ def test_ranks_that_do_not_meet(ranks, tmp_path):
 
 
 def test_autotuning_is_told_by_the_processor_time(ranks, tmp_path):
-    first = {"step": 101, "micro": 1, "nth": 1}  # of a run that goes on from a checkpoint
+    first = {"step": 102, "micro": 1, "nth": 2}  # of a run that goes on from a checkpoint
     ranks(SPIN, SLEEP, with_={0: first, 1: first})
     said = found(tmp_path, 2)
     assert said.kind == "compile" and said.ranks == (0,)
@@ -136,7 +148,8 @@ def test_a_slow_rank_is_measured_against_the_others_alone():
 
 @given(
     st.lists(
-        st.one_of(st.binary(max_size=60), st.sampled_from([b"{}", b"[" * 9999, b'{"rank": 0}', b"null"])), max_size=4
+        st.one_of(st.binary(max_size=60), st.sampled_from([b"{}", b"[" * 9999, b'{"rank": 0}', b"null", NO_TIME])),
+        max_size=4,
     )
 )
 def test_a_torn_beat_is_none(tmp_path_factory, texts):

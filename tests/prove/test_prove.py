@@ -90,6 +90,12 @@ def test_what_a_segment_of_the_cut_lacks_is_said():
     assert not any("segment" in sentence for sentence in whole.unproven)
 
 
+def test_each_rank_has_two_tokens_of_either_half_that_it_is_given():
+    words = ("parallel.tensor=4", "parallel.sequence=true", "parallel.context=4", "cluster=h200_2x8")
+    cuts = cut.widths(lowered("qwen3_8b", *words).plan)
+    assert cuts["model.seq_length"] >= 2 * (2 * 4) * 4
+
+
 def test_a_window_is_cut_with_the_sequence():
     words = ("model.blocks.attention.window=1024",)
     for device, window in (("cpu", 8), ("cuda", 128)):
@@ -783,6 +789,8 @@ def test_what_one_run_made_in_an_earlier_step_is_no_other_bit():
     missing = [said[:-1] for said in run()], [said[1:] for said in run()]
     assert off(run(), missing[0]) == off(missing[0], run()) == [0, 0, 0]
     assert off(run(), missing[1]) == off(missing[1], run()) == [0, 0, 1]
+    no_way_back = [[bits for bits in run()[0] if "output's" not in bits[2]]]
+    assert off(run(), no_way_back) == off(no_way_back, run()) == [0, 0, 0]
 
 
 def test_a_rank_that_waits_for_another_is_named_with_its_line():
