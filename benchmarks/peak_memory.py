@@ -36,17 +36,9 @@ if TYPE_CHECKING:
 
 WARM_UP = 2
 PACKAGES = (
-    "torch",
-    "megatron-core",
-    "transformer-engine",
-    "triton",
-    "mamba-ssm",
-    "causal-conv1d",
-    "quack-kernels",
-    "nvidia-cutlass-dsl",
-    "nvidia-cudnn-cu13",
-    "nvidia-nccl-cu13",
-)
+    "torch", "megatron-core", "transformer-engine", "triton", "mamba-ssm", "causal-conv1d", "quack-kernels", "nvidia-cutlass-dsl",
+    "nvidia-cudnn-cu13", "nvidia-nccl-cu13",
+)  # fmt: skip
 
 
 class Meter:

@@ -28,16 +28,9 @@ FLASH_INSTALL = f"`{PIP} install torch==2.11.0 flash-attn-4==4.0.0b36 quack-kern
 
 # The extra of pyproject.toml that a command needs, by the name of its module; and that of a package which not every run of it needs.
 EXTRAS = {
-    "verify": "megatron",
-    "prove": "megatron",
-    "runtime": "megatron",
-    "torchrun": "train",
-    "train": "train",
-    "data": "data",
-    "hf": "hf",
-    "generate": "hf",
-    "nemo": "nemo",
-}
+    "verify": "megatron", "prove": "megatron", "runtime": "megatron", "torchrun": "train", "train": "train", "data": "data", "hf": "hf",
+    "generate": "hf", "nemo": "nemo",
+}  # fmt: skip
 OF_PACKAGES = {
     "megatron": "megatron", "transformer_engine": "train", "mamba_ssm": "train", "causal_conv1d": "train", "lm_eval": "eval",
     "accelerate": "eval", "matplotlib": "plot", "tensorboard": "tracking", "nemo_run": "nemo-run", "quack": "quack", "flash_attn":

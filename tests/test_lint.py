@@ -625,6 +625,7 @@ def test_flags_that_may_stand_in_an_open_word_are_not_absent(more):
 
 
 DESCRIBED = "--hidden-size 1024 --num-layers 8 --num-attention-heads 16 --ffn-hidden-size 4096"
+UNDERSCORED, TIK = re.sub(r"(?<=\w)-", "_", DESCRIBED), "--tokenizer-type TikTokenizer"
 # A text, a finding that it has, and one that it has not.
 BESIDE = (
     ("A=({})\ntorchrun t.py ${{A[@]}} ${{PROFILING[@]}} --num-query-groups 4", "gqa-ignored", ""),  # nobody fills the second
@@ -1730,6 +1731,13 @@ MIXTRAL = " ".join(words(MOE | {"--moe-router-topk": None, "--untie-embeddings-a
         ("default-positions", "u.sh", f"torchrun t.py {DESCRIBED} --untie-embeddings-and-output-weights", ("--untie", "--swiglu --untie")),
         ("default-positions", "mimo.sh", f"torchrun t.py {DESCRIBED} --swiglu --model-provider vlm", ("--model-provider vlm", "")),
         ("idle-flag", "v.sh", f"torchrun t.py {DESCRIBED} --tokenizer-type Llama2Tokenizer --vocab-size 32000", ("32000", "64000")),
+        ("not-positive", "i.yaml", "model: {tensor_model_parallel_size: -1}\ntrainer: {devices: 1}", ("-1", "-2")),
+        ("bad-value", "d.sh", f"deepspeed t.py {DESCRIBED} --normalization layernorm --zero-stage 1", (" --zero-stage 1", "")),
+        ("unknown-flag", "e.sh", f"torchrun pretrain_t5.py {UNDERSCORED} --data_path x --lr_decay_style a --distributed_backend b", ()),
+        ("default-positions", "run.sh", f"torchrun generate_text.py {DESCRIBED} --swiglu", ("generate", "own")),
+        ("idle-flag", "v.sh", f"torchrun t.py {DESCRIBED} {TIK} --vocab-file x --tokenizer-model y", ("--tokenizer-model y", "")),
+        *((rule, "f.sh", f"torchrun pretrain_f.py {DESCRIBED} --fim-rate 0.1 --reset-position-ids --position-embedding-type rope "
+           + " ".join(f"--its-{c} 1" for c in "abcdef"), ("--its-f 1", "")) for rule in ("idle-flag", "documents-not-apart")),
         ("unknown-flag", "s.sh", f"python t.py {DESCRIBED} --its-a 1 --its-b 1 --its-c 1 --seeds 1", ("--seeds", "--seeed")),
         ("not-the-card", "llama2_70b.sh", f"torchrun t.py {LLAMA70.replace('8192', '1024')} --ffn-hidden-size 4096", ("1024", "8192")),
         ("unknown-variable", "r.py", "def recipe():\n    cfg.model.num_layers = f()\n    cfg.model.hidden_size = 64", ()),

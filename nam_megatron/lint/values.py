@@ -30,6 +30,7 @@ GRAPH_MODULES = (
 LONGEST_LIST = 10_000
 # Scripts that add nothing to Megatron's parser but OF_SCRIPTS.
 MEGATRONS = re.compile(r"(.*/)?(pretrain_(gpt|hybrid|mamba|bert|t5|ict|retro|vlm)|train_rl)\.py")
+PRETRAINS = re.compile(r"(.*/)?pretrain_\w+\.py")
 STRANGERS = 3  # flags of another parser: so many that nobody misspelt them
 FORKED = 6  # the same of a script that is called as Megatron's own, of a fork
 # A port to another device, which has a parser, checks and layers of its own.
@@ -250,7 +251,7 @@ class Args:
         """Whether another program's parser takes Megatron's flags under its own spelling, `--hidden_size`."""
         names, by_name = {w.partition("=")[0] for w in self.launch.words}, self.target.by_name
         spelt = [n for n in names if by_name(n) is None and by_name(n.replace("_", "-")) is not None]
-        return len(spelt) >= STRANGERS and not MEGATRONS.fullmatch(self.launch.script or "")
+        return len(spelt) >= (FORKED if MEGATRONS.fullmatch(self.launch.script or "") else STRANGERS)
 
     def _estrange(self) -> None:
         """Tell the flags of another parser from misspelt ones. What follows such flags belongs to them in ways that nobody knows here."""
@@ -274,7 +275,11 @@ class Args:
         others = [
             t
             for t in self.trouble
-            if (t.rule == "bad-value" and t.detail.startswith(CHOICES) and not nearly_a_choice(t))
+            if (
+                t.rule == "bad-value"
+                and t.detail.startswith(CHOICES)
+                and (self._of_deepspeed or not nearly_a_choice(t))
+            )
             or (t.rule == "removed-flag" and self.forked)
         ]
         self.foreign += list(dict.fromkeys(t.about for t in others))
@@ -300,6 +305,12 @@ class Args:
     def forked(self) -> bool:
         """Whether a fork with a parser of its own reads these words, and so checks of its own."""
         return self.elsewhere or len(self.foreign) >= FORKED or self._of_deepspeed
+
+    @property
+    def rebuilt(self) -> bool:
+        """Whether that fork is of Megatron itself, whose layers and data may be its own: not a program on top of it."""
+        changed = len(self.foreign) >= FORKED and PRETRAINS.fullmatch(self.launch.script or "")
+        return bool(changed) or self._of_deepspeed
 
     @property
     def ported(self) -> bool:

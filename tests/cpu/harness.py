@@ -42,16 +42,8 @@ from nam_megatron.prove.tensors import Shard, gathered, shards, window
 from nam_megatron.runtime.stack import hybrid_stack_spec
 
 KIND = {
-    "*": "attention",
-    "+": "mla",
-    "D": "dsa",
-    "E": "moe",
-    "-": "mlp",
-    "M": "mamba2",
-    "G": "gdn",
-    "3": "mamba3",
-    "R": "m2rnn",
-}
+    "*": "attention", "+": "mla", "D": "dsa", "E": "moe", "-": "mlp", "M": "mamba2", "G": "gdn", "3": "mamba3", "R": "m2rnn",
+}  # fmt: skip
 SEQUENCE, BATCH, VOCAB = 32, 2, 128
 for kind in KINDS:
     importlib.import_module(f"nam_megatron.blocks.{kind}.layer")

@@ -76,8 +76,7 @@ NO_TRAINING = re.compile(
 
 
 OF_TRAINING = (
-    "idle-flag", "documents-not-apart", "schedule-apart", "restart-anew", "not-positive", "inference-layers", "default-dropout",
-    "default-beta2", "default-balancing", "default-dispatcher", "default-expert-tensor", "moe-sequence",
+    "idle-flag", "documents-not-apart", "schedule-apart", "restart-anew", "not-positive", "inference-layers", "moe-sequence",
 )  # fmt: skip
 
 
@@ -159,7 +158,9 @@ def absence(rule: Rule, flag: str, fix: str, a: Args) -> bool:
 
 def of_another(rule: Rule, a: Args) -> bool:
     """Whether a rule is about what another program does itself: its parser and checks; a port to another device has kernels, too."""
-    if NO_TRAINING.search(a.launch.script or "") and (rule.severity == COST or rule.id in OF_TRAINING):
+    if NO_TRAINING.search(a.launch.script or "") and (rule.severity in (COST, DEFAULT) or rule.id in OF_TRAINING):
+        return True
+    if a.rebuilt and rule.id in ("idle-flag", "documents-not-apart"):
         return True
     if rule.id == "world-size" and any("world-size" in flag for flag in a.foreign):
         return True
