@@ -135,7 +135,7 @@ def test_what_arguments_cannot_say_is_listed(base, change, says):
         (LLAMA, {"attention_bias": True}, "attention_bias"),
         (LLAMA, SEED_OSS | {"attention_out_bias": True}, "attention_out_bias"),
         (LLAMA, {"sliding_window": 4096}, "`sliding_window: 4096`"),
-        (LLAMA, {"layer_types": ["full_attention", "sliding_attention"]}, "`layer_types`: sliding_attention"),
+        (LLAMA, {"layer_types": ["full_attention", "sliding_attention"] * 16}, "`layer_types`: sliding_attention"),
         (LLAMA, {"time_step_limit": [0.0, 0.1]}, "`time_step_limit: [0.0, 0.1]`"),
         (LLAMA, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "of type dynamic"),
         (LLAMA, {"rope_scaling": {"type": "linear", "factor": 1.5}}, "whole numbers"),
@@ -408,6 +408,8 @@ YARN = CONFIGS["deepseek_v3_yarn"]["rope_scaling"]
         *(("qwen3_8b", {"architectures": [named]}, f"`{named}` in `config.json` is no language model of `qwen3`")
           for named in ("Qwen3ForCausalLMEagle3", "Qwen3ForSequenceClassification", "DFlashDraftModel", "LlamaForCausalLM")),
         ("llama_3_1_8b", {"rope_theta": None}, "older than this key mean 10000.0"),
+        ("llama_3_1_8b", {"rope_theta": None, "vocab_size": None}, "does not say `vocab_size`"),  # all at once
+        ("qwen3_8b", {"text_config": {"vocab_size": 32064}}, "`config.json: text_config` does not say `hidden_size`"),
     ],
     ids=str,
 )  # fmt: skip

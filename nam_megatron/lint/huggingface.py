@@ -56,7 +56,8 @@ REAL = {
     "router_jitter_noise", "swiglu_alpha", "residual_dropout", "resid_pdrop", "embd_pdrop", "z_loss_coefficient",
 }  # fmt: skip
 MAY_BE_0 = REAL | {"first_k_dense_replace"}
-# What models were before a key was there.
+# Keys without which no model is told, and what models were before a key was there.
+BASIC = ("hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_size", "tie_word_embeddings")
 OLDER = {"rope_theta": "10000.0", "num_key_value_heads": "as many as `num_attention_heads`"}
 # Keys that a dense model has no use for.
 EXPERTS = (
@@ -109,10 +110,13 @@ class Said:
             what = f"`{self.name}` has `{next(iter(found))}: {value}` beside `{unlike[0]}: {found[unlike[0]]}`"
             raise Refused(Problem(what, key=unlike[0], hint="leave one of them out"))
         if value is None:
-            hint = "add it: transformers has a default of its own, which the file does not say"
-            hint += f"; files that are older than this key mean {OLDER[keys[0]]}" if keys[0] in OLDER else ""
-            raise Refused(Problem(f"`{self.name}` does not say `{keys[0]}`", key=keys[0], hint=hint))
+            raise Refused(self.unsaid(keys[0]))
         return value
+
+    def unsaid(self, key: str) -> Problem:
+        hint = "add it: transformers has a default of its own, which the file does not say"
+        hint += f"; files that are older than this key mean {OLDER[key]}" if key in OLDER else ""
+        return Problem(f"`{self.name}` does not say `{key}`", key=key, hint=hint)
 
     def number(self, *keys: str) -> Any:
         value = self.need(*keys)
@@ -191,7 +195,7 @@ def words(root: Mapping[str, Any], name: str) -> tuple[list[str], list[str]]:
     Raises:
         Refused: an architecture that is not read, or a key that is missing.
     """
-    stored = root.get("quantization_config")
+    stored, inner = root.get("quantization_config"), _inner(root)
     root, beside = of_text(root)
     kind = str(root["model_type"])
     if kind not in KINDS:
@@ -200,6 +204,7 @@ def words(root: Mapping[str, Any], name: str) -> tuple[list[str], list[str]]:
         raise Refused(
             Problem(f"`{kind}` in `{name}` is no architecture that is read: {lack}", key="model_type", hint=known)
         )
+    name = f"{name}: {inner}" if inner else name
     said = Said(_flat(root, name), name)
     said.left += beside
     _of_language(said)
@@ -315,6 +320,7 @@ def _numbers(s: Said, *same: str, **keys: str) -> Words:
 
 
 def _common(s: Said) -> Words:
+    _whole(s)
     yield from _numbers(
         s, "hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_size", padded_vocab_size="vocab_size"
     )
@@ -335,7 +341,6 @@ def _common(s: Said) -> Words:
     s.only("use_sliding_window", False, lack=OURS)
     s.only("is_causal", True)
     _elsewhere(s)
-    _whole(s)
     act, gated = s.need("hidden_act", "mlp_hidden_act"), s.root["model_type"] not in UNGATED
     if act != (usual := "silu" if gated else "relu2"):
         what = f"`{act}` in a {'gated' if gated else 'plain'} MLP of `{s.name}`"
@@ -387,11 +392,15 @@ INDEXED = {"deepseek_sparse_attention", "indexed_attention"}  # the second since
 
 
 def _whole(s: Said) -> None:
-    """Raises Refused where the file leaves out a key that `SAID` names, or a list of layers has another length than there are."""
+    """Raises Refused where the file leaves out keys that decide the model, or a list of layers has another length than there are."""
     root, kind = s.root, s.root["model_type"]
-    for names in SAID.get(kind, ()):
-        if not any(name in root for name in names.split("|")):
-            s.need(*names.split("|"))
+    lacking = [key for key in BASIC if root.get(key) is None]
+    lacking += ["num_key_value_heads"] if kind not in LATENT and root.get("num_key_value_heads") is None else []
+    lacking += ["rope_theta"] if kind != "nemotron_h" and root.get("rope_theta") is None else []
+    said = (names.split("|") for names in SAID.get(kind, ()))
+    lacking += [names[0] for names in said if not any(name in root for name in names)]
+    if lacking:
+        raise Refused([s.unsaid(key) for key in lacking])
     for key in ("layer_types", "mlp_layer_types", "layers_block_type", "hybrid_override_pattern", "indexer_types"):
         s.typed(key)
         s.typed("num_hidden_layers")
