@@ -60,10 +60,10 @@ class Source:
         """Where its values lie."""
         return self.shelf.found[self.form.key(self.stored(name), self.shelf.found)][0]
 
-    def read(self, name: str, dtype: torch.dtype, less: float = 0.0) -> torch.Tensor:
-        """A published tensor as our type, `less` taken off, what was rounded remembered. Raises Refused: NaN or infinity."""
+    def read(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], less: float = 0.0) -> torch.Tensor:
+        """A published tensor of that shape as our type, `less` taken off, what was rounded remembered. Raises Refused: no such numbers."""
         stored = self.stored(name)
-        value = self.form.read(self.shelf, stored)
+        value = self.form.read(self.shelf, stored, shape)
         if not value.isfinite().all():
             said = f"`{stored}` of `{self.file(name)}` holds a NaN or an infinity"
             raise Refused(Problem(said, hint="the file is damaged, or its training was: get it again"))
@@ -248,7 +248,7 @@ def joined(source: Source, tensor: Tensor, places: list[Place]) -> torch.Tensor:
     whole, read = torch.empty(tensor.shape, dtype=dtype), {}
     for name, piece in ((place.name, place.piece) for place in places):
         if name not in read:
-            read = {name: source.read(name, dtype, piece.less)}
+            read = {name: source.read(name, dtype, piece.shape, piece.less)}
         here = piece.here(whole)
         here.copy_(piece.there(read[name]).reshape(here.shape))
     return whole

@@ -17,6 +17,7 @@ import test_hf
 import test_train
 import torch
 import transformers
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from hf_configs import GPT_OSS
 from megatron.core import dist_checkpointing
 from presets import lowered
@@ -363,10 +364,10 @@ def tensors(checkpoint: Path) -> dict[str, list]:
 
 def test_what_a_norm_around_one_loses_is_told():
     held = {"exact": torch.tensor([0.5, 1.0078125]), "small": torch.tensor([0.0013, 1.0])}
-    form = SimpleNamespace(read=lambda _, name: held[name].bfloat16())
+    form = SimpleNamespace(read=lambda _, name, shape: held[name].bfloat16())
     source = native.Source(Path("hf"), SimpleNamespace(found=held), {}, form, frozenset())
     for name, value in held.items():
-        assert torch.equal(source.read(name, torch.bfloat16, 1.0), (value.bfloat16().float() - 1).bfloat16())
+        assert torch.equal(source.read(name, torch.bfloat16, (2,), 1.0), (value.bfloat16().float() - 1).bfloat16())
     assert source.rounded == ["small"]
 
 
@@ -510,6 +511,77 @@ def test_mxfp4_is_what_transformers_makes_of_it(packed, tmp_path):
 )  # fmt: skip
 def test_mxfp4_that_is_not_whole_is_named(packed, tmp_path, change, config, told):
     assert told in said(of_packed(packed, tmp_path, change, config))
+
+
+def integers(made, bits: int, group: int) -> tuple[dict[str, Any], dict[str, torch.Tensor], Path, tuple[str, ...]]:
+    """A folder as compressed-tensors packs it: (config.json, its tensors, the plan's file, names of the weights)."""
+    folder, plan, _ = made("qwen3")
+    keys, held = published.keys(folder), {k: v for at in folder.glob("*.safetensors") for k, v in load_file(at).items()}
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group" if group else "channel"}
+    keys["quantization_config"] = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+        "ignore": ["lm_head", "re:.*o_proj"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights | ({"group_size": group} if group else {})}},
+    }  # fmt: skip
+    names, _ = tuple(held), torch.manual_seed(7)
+    for name in [name for name in names if name.endswith("_proj.weight") and "o_proj" not in name]:
+        rows, columns = held.pop(name).shape
+        values = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (rows, columns), dtype=torch.int8)
+        scale = (torch.rand(rows, columns // group if group else 1) / 64).bfloat16()
+        shape = torch.tensor([rows, columns])
+        held |= {f"{name}_packed": pack_to_int32(values, bits), f"{name}_scale": scale, f"{name}_shape": shape}
+    return keys, held, plan, names
+
+
+@pytest.mark.parametrize(("bits", "group"), [(4, 16), (8, 0)])
+def test_packed_integers_are_what_compressed_tensors_makes_of_them(made, tmp_path, bits, group):
+    """Its own packer has written them; transformers opens the folder with its classes, and says what each weight is."""
+    keys, _, plan, names = packed = integers(made, bits, group)
+    at, _, out = of_packed(packed, tmp_path, {}, {})
+    plainly = transformers.CompressedTensorsConfig(**keys["quantization_config"], run_compressed=False)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(at, dtype=torch.bfloat16, quantization_config=plainly)
+    theirs = {name: whole.state_dict()[name] for name in names}
+    keys = {key: value for key, value in keys.items() if key != "quantization_config"}
+    native.load(written(tmp_path / "whole", keys, theirs), plan, tmp_path / "expected", False, silent)
+    native.load(at, plan, out, False, silent)
+    assert tensors(out) == tensors(tmp_path / "expected")
+
+
+GATE4 = "model.layers.1.mlp.gate_proj.weight"
+
+
+def weights_of(**more: Any) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16} | more
+    return {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+
+
+UNREAD = "config.json` quantizes its weights: `compressed-tensors`"
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "told"),
+    [
+        ({f"{GATE4}_scale": None}, {}, f"`{GATE4}_packed` of `model.safetensors` is INT4, and its `{GATE4}_scale` is missing"),
+        ({f"{GATE4}_shape": torch.tensor([96, 60])}, {}, f"`{GATE4}` is [96, 60] by its parts, and [96, 64] in the plan"),
+        ({f"{GATE4}_shape": torch.tensor([96, 61])}, {}, f"`{GATE4}_shape` says [96, 61], and `{GATE4}_packed` is [96, 8] words"),
+        ({f"{GATE4}_packed": torch.zeros(96, 8)}, {}, f"`{GATE4}_packed` is F32 in `model.safetensors`, and I32 in INT4"),
+        ({GATE4: torch.zeros(96, 64)}, {}, f"`{GATE4}_packed` of `model.safetensors` is `{GATE4}` of `model.safetensors`, too"),
+        ({}, {"ignore": ["re:.*gate_proj"]}, "config.json says that `re:.*gate_proj` is not quantized"),
+        ({}, {"ignore": ["re:(", "lm_head"]}, "`re:(` is no regular expression"),
+        ({}, weights_of(group_size=32), f"`{GATE4}_scale` is [96, 4] in `model.safetensors`, and [96, 2] by its blocks"),
+        ({}, weights_of(group_size=48), "is INT4, and [96, 64] in the plan has no rows of 48 at a time"),
+        ({}, weights_of(num_bits=8), f"`{GATE4}_packed` is [96, 8] in `model.safetensors`, and [96, 16] by its blocks"),
+        ({}, weights_of(symmetric=False), UNREAD),
+        ({}, weights_of(actorder="group"), UNREAD),
+        ({}, weights_of(type="float"), UNREAD),
+        ({}, {"format": "nvfp4-pack-quantized"}, UNREAD),
+        ({}, {"sparsity_config": {"format": "sparse-24-bitmask"}}, UNREAD),
+        ({f"{GATE4}_zero_point": torch.zeros(12, 4).int()}, {}, f"`{GATE4}_zero_point` of `model.safetensors` has no place"),
+    ],
+    ids=lambda part: str(part)[:20],
+)  # fmt: skip
+def test_packed_integers_that_are_not_whole_are_named(made, tmp_path, change, config, told):
+    assert told in said(of_packed(integers(made, 4, 16), tmp_path, change, config))
 
 
 # Which architecture ------------------------------------------------------------------------------------------------------
