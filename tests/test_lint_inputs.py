@@ -407,7 +407,7 @@ YARN = CONFIGS["deepseek_v3_yarn"]["rope_scaling"]
         ("qwen3_next_80b_a3b", {"model_type": "qwen3_5_moe_text", "decoder_sparse_step": 2}, "experts in all layers"),
         *(("qwen3_8b", {"architectures": [named]}, f"`{named}` in `config.json` is no language model of `qwen3`")
           for named in ("Qwen3ForCausalLMEagle3", "Qwen3ForSequenceClassification", "DFlashDraftModel", "LlamaForCausalLM")),
-        ("llama_3_1_8b", {"rope_theta": None}, "older than this key mean 10000.0"),
+        ("llama_3_1_8b", {"rope_theta": None}, "older than this key, have 10000.0"),
         ("llama_3_1_8b", {"rope_theta": None, "vocab_size": None}, "does not say `vocab_size`"),  # all at once
         ("qwen3_8b", {"text_config": {"vocab_size": 32064}}, "`config.json: text_config` does not say `hidden_size`"),
     ],

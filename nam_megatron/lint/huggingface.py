@@ -56,7 +56,7 @@ REAL = {
     "router_jitter_noise", "swiglu_alpha", "residual_dropout", "resid_pdrop", "embd_pdrop", "z_loss_coefficient",
 }  # fmt: skip
 MAY_BE_0 = REAL | {"first_k_dense_replace"}
-# Keys without which no model is told, and what models were before a key was there.
+# Keys without which no model is told, and what Llama was before a key was there.
 BASIC = ("hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_size", "tie_word_embeddings")
 OLDER = {"rope_theta": "10000.0", "num_key_value_heads": "as many as `num_attention_heads`"}
 # Keys that a dense model has no use for.
@@ -115,7 +115,8 @@ class Said:
 
     def unsaid(self, key: str) -> Problem:
         hint = "add it: transformers has a default of its own, which the file does not say"
-        hint += f"; files that are older than this key mean {OLDER[key]}" if key in OLDER else ""
+        older = self.root["model_type"] == "llama" and OLDER.get(key)
+        hint += f"; Llama 1 and 2, which are older than this key, have {older}" if older else ""
         return Problem(f"`{self.name}` does not say `{key}`", key=key, hint=hint)
 
     def number(self, *keys: str) -> Any:
