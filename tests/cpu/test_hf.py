@@ -1223,12 +1223,15 @@ def test_perplexity_is_that_of_the_windows(spoken, words_of, tmp_path, capsys, m
     asked = ["check", *map(str, spoken), "--dataset", str(tmp_path / "set"), "--length", "99999", "--device", "cpu"]
     assert command.main(asked) == 2
     assert "fewer than 2 x 99999 tokens" in capsys.readouterr().err
+    with pytest.raises(Refused, match="fewer than 1 x 99999 tokens"):  # one window there is, which is shorter
+        perplexity.held_out(tmp_path / "set", model.config.vocab_size, 1, 99999)
 
     watched = ["watch", str(spoken[0]), str(tmp_path / "steps"), "--dataset", str(tmp_path / "set"), "--until", "3"]
     assert command.main([*watched, "--tokenizer", str(words_of / "large")]) == 0
     seen = json.loads((tmp_path / "steps" / "iter_0000003.json").read_text())
     assert seen["step"] == 3 and seen["weights"] == found[1]["weights"]
     assert seen["loss"] == pytest.approx(loss, rel=0.05)
+    assert seen["tokens"] == (len(row) - 1) // 32 * 32 > 4 * 32
     # A result is kept, where it is of this export and dataset.
     result = tmp_path / "steps" / "iter_0000003.json"
     for old, kept in (({**seen, "loss": 1.0}, True), ({**seen, "dataset": "0"}, False), ({"loss": 1.0}, False)):
