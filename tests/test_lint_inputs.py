@@ -341,6 +341,7 @@ def test_layers_that_share_positions_are_a_period_in_any_spelling(said):
     assert found["--dsa-indexer-topk-freq"] == ["4"] and found["--dsa-indexer-skip-topk-offset"] == ["3"]
     with pytest.raises(Refused, match="which is no period"):
         flags(GLM_5 | said | {"indexer_types": SHARED[::-1]}, "b")
+    assert any("of latents" in note for note in lint(json.dumps(GLM_5 | said), "config.json").launch.notes)
 
 
 NEWER = {"rope_theta": 1000000, "rope_type": "default"}  # as transformers 5 writes it

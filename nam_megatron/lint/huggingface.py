@@ -866,6 +866,8 @@ def _deepseek(s: Said) -> Words:
     if s.root["model_type"] == "glm_moe_dsa":
         s.only("indexer_rope_interleave", True, lack="its code turns neighbouring columns, whatever the file says")
         yield from ("--dsa-indexer-rope-interleaved", *_chosen_once(s))
+        if s.number("rms_norm_eps") != 1e-6:  # a recipe of ours says it, and has no such indexer
+            s.left.append("its norms of latents have an epsilon of 1e-06, and Megatron gives them `--norm-epsilon`")
     if s.get("n_routed_experts"):
         yield from _dense_first(s)
         yield from _routed(s, ("n_routed_experts",), "moe_intermediate_size", "aux_loss_alpha")
