@@ -21,6 +21,7 @@ from launch.finding import Finding, passed, waive
 from launch.host import preflight
 from launch.record import source
 from launch.run import job, kubernetes, overlay, process, run, slurm
+from nam_megatron import tracker
 from nam_megatron.compile.argv import argv, plan_json
 from nam_megatron.compile.lower import translate
 from nam_megatron.errors import INCOMPLETE, Refused
@@ -144,7 +145,7 @@ def test_a_plan_over_the_device_is_refused_unless_told():
     assert passed(job.findings(context()))
 
 
-def test_a_checkpoint_that_the_plan_may_not_go_on_from_is_known_before_the_start(tmp_path):
+def test_a_checkpoint_that_the_plan_may_not_go_on_from_is_known_before_the_start(tmp_path, monkeypatch):
     """As its plan stands beside it, wherever relative paths begin; for Bridge's trainer in a folder of ours."""
 
     def said(trainer, *words):
@@ -167,6 +168,12 @@ def test_a_checkpoint_that_the_plan_may_not_go_on_from_is_known_before_the_start
         for lr, expected in (("3e-4", []), ("4e-4", ["the checkpoint has `optim.lr` 0.0004, and the plan 0.0003"])):
             (at / PLAN).write_text(plan_json(context(*save, load, f"optim.lr={lr}").lowering))
             assert said(trainer, load) == expected
+
+    def closed(folder, key=None):
+        raise PermissionError(13, "Permission denied", str(folder / TRACKER))
+
+    monkeypatch.setattr(tracker, "newest", closed)
+    assert said("megatron", load) == [f"`{tmp_path}/ckpt/{TRACKER}` cannot be read: Permission denied"]
 
 
 def test_what_is_not_built_is_said(monkeypatch):
