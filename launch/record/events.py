@@ -29,7 +29,8 @@ class Events:
     """What came of a run by its own word. world: how many ranks there are; planned: steps, interval: of them from line to line.
 
     ends: how each rank has ended, badly where its last process said so; last: what each has said last.
-    again: a step that one process said after it, a later one, or its end; worlds: of how many ranks somebody said to be one.
+    again: a step that one process said after it, a later one, or its end; early: one that it said before its start; worlds: of how many
+    ranks somebody said to be one.
     """
 
     world: int
@@ -46,10 +47,12 @@ class Events:
     strange: int = 0
     missing: int = 0
     again: int = 0
+    early: int = 0
     worlds: set[int] = field(default_factory=set)
     _process: dict[int, int] = field(default_factory=dict)
     _heard: dict[tuple[Any, int], int] = field(default_factory=dict)
     _at: dict[tuple[int, int], int] = field(default_factory=dict)
+    _begun: set[tuple[int, int]] = field(default_factory=set)
 
     def hear(self, line: str | bytes, nonce: str) -> None:
         """One line of a file; one that cannot be read, or is of another run, is counted."""
@@ -88,6 +91,7 @@ class Events:
         if kind == "start":
             self.starts[rank] += 1
             self._process[rank] = event["pid"]
+            self._begun.add((rank, event["pid"]))
             self.ends.pop(rank, None)
             self.worlds.add(event["world"])
             self.world = max(self.world, event["world"])
@@ -106,6 +110,7 @@ class Events:
             over = self.ends.get(rank, {}).get("pid") == event["pid"]
             self.again = self.again or event["step"] * (over or event["step"] <= self._at.get(by, 0))
             self._at[by] = event["step"]
+            self.early = self.early or event["step"] * (by not in self._begun)
             self.said.steps[event["step"]] = steps.Step(event["step"], event["of"], values, when)
         elif kind in ("saving", "scheduled", "saved"):
             self.said.saves.append(steps.Save(event["step"], kind == "saved", when, kind == "scheduled"))
@@ -167,8 +172,13 @@ class Events:
             return f"no line is of a step between {far[0][0]} and {far[0][1]}"
         if self.again:
             return f"one process said step {self.again} again, after a later one, or after its end"
-        if nan := [n for n, step in self.said.steps.items() if not math.isfinite(step.values.get(steps.LOSS, 0.0))]:
-            return f"the loss of step {nan[0]} is no number"
+        if self.early:
+            return f"step {self.early} was said by a process that had not said its start"
+        for name, what in ((steps.LOSS, "loss"), (steps.NORM, "gradient norm")):
+            if nan := [n for n, step in self.said.steps.items() if not math.isfinite(step.values.get(name, 0.0))]:
+                return f"the {what} of step {nan[0]} is no number"
+        if self.said.steps and not any(steps.LOSS in step.values for step in self.said.steps.values()):
+            return "no step has a loss: all were skipped, and nothing was trained"
         if beyond := max((rank for rank in self.last if rank >= self.world), default=None):
             return f"there is no rank {beyond} in a world of {self.world}"
         begun = {save.step: save.done for save in self.said.saves}  # as was said of each last

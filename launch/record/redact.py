@@ -14,6 +14,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, quote_plus
 
+from nam_megatron.blocks.kinds import KINDS
+from nam_megatron.compile.plan import SECTIONS
+from nam_megatron.features.names import FEATURES
+
 # A variable is secret by a word of its name (`AWS_SECRET_ACCESS_KEY`) or by its name's end (`HFTOKEN`).
 SECRET_WORD = re.compile(
     r"(^|_)(KEYS?|TOKENS?|SECRETS?|PASS|PASSPHRASE|PASSWD|PASSWORD|PW|CREDENTIALS?|AUTH|COOKIE|DSN|PAT|JWT|BEARER|NETRC)(_|$)"
@@ -220,6 +224,7 @@ FIGURE = re.compile(
     r"|\d{1,3}(?:a|b|rc)\d{1,2}|SXM\d|PCIe|HBM\de?|\d{1,4}GB|\d{1,2}X|[EHNQX]DR|Gb|sec|[xz]fs|btrfs|tmpfs|lustre|gpfs|ceph|wekafs|virtiofs"
     r"|[ADEGMR]{1,64}"  # layers
 )
+MADE_OF, HASH8 = re.compile(r"(?<![\w+])([\w+]+):$"), re.compile("[0-9a-f]{8}")
 LONG_NUMBER = re.compile(r"(?<![\w.])(?:\d[ -]?){12,}")
 # Keys whose values are hashes that we made.
 HASHES = ("revision", "tree", "sha256", "diff_sha256", "nam_megatron", "launch", "uuid", "seal", "before", "id")
@@ -608,9 +613,20 @@ def vocabulary() -> frozenset[str]:
 def published(text: str) -> str:
     """`text` with `<text>` for every word that is not one of ours, and for long numbers."""
     known = vocabulary()
-    return LONG_NUMBER.sub(
-        TEXT, TOKEN.sub(lambda m: m[0] if m["mark"] or m[0] in known or FIGURE.fullmatch(m[0]) else TEXT, text)
-    )
+
+    def shown(m: re.Match[str]) -> str:
+        ours = m["mark"] or m[0] in known or FIGURE.fullmatch(m[0]) or _of_model(m)
+        return m[0] if ours else TEXT
+
+    return LONG_NUMBER.sub(TEXT, TOKEN.sub(shown, text))
+
+
+def _of_model(word: re.Match[str]) -> bool:
+    """Whether it is the hash of `--nam-model`, behind what the model is made of."""
+    before = MADE_OF.search(word.string, 0, word.start())
+    if before is None or not HASH8.fullmatch(word[0]):
+        return False
+    return {*before[1].split("+")} <= {*KINDS, *FEATURES, *SECTIONS}
 
 
 def _is_hash(value: Any) -> bool:

@@ -269,6 +269,8 @@ def test_figures_and_names_with_a_number_are_shown():
     ):
         assert not FIGURE.fullmatch(word), word
     assert [published(f"zebraword{mark}x") for mark in "-. "] == [f"<text>{mark}x" for mark in "-. "]
+    assert published("--nam-model precision+mamba2:59ab04d1") == "--nam-model precision+mamba2:59ab04d1"
+    assert published("fp8+word:59ab04d1 fp8:59ab04d1x") == "fp8+word:<text> fp8:<text>"
     assert published("00010000:18:00.0 597eec67") == "00010000:18:00.0 <text>"  # of a bus, and what may be a password
     assert published("12345678901") == published("1234-5678-9012-3456") == "<text>"
 

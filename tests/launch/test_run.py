@@ -387,6 +387,9 @@ def test_how_it_ended(tmp_path, said, code, signals, expected):
           for n, said in ((2, (3, 2, 5)), (5, (3, 5, 5)))),
         ([step(3), end(5), step(5)], "one process said step 5 again, after a later one, or after its end"),
         ([step(2), step(5) | {"loss": "nan"}, end(5)], "the loss of step 5 is no number"),
+        *(([step(2), step(5) | {"grad_norm": norm}, end(5)], "the gradient norm of step 5 is no number") for norm in ("nan", "inf")),
+        ([step(2) | {"loss": None}, step(5) | {"grad_norm": None}, end(5)], None),  # fp16's first steps are skipped
+        ([step(n) | {"loss": None} for n in (2, 5)] + [end(5)], "no step has a loss: all were skipped, and nothing was trained"),
         ([step(5), end(5, "done", None)], "rank 0 ended without a code: done"),
         ([step(5), *({"event": word, "step": 9} for word in ("saving", "saved")), end(5)],
          "it ended at step 5, and a checkpoint is of step 9"),
@@ -397,6 +400,16 @@ def test_how_it_ended(tmp_path, said, code, signals, expected):
 def test_what_says_something_against_itself_is_not_completed(tmp_path, said, reason):
     said_by(tmp_path, *said)
     assert ending(tmp_path, 0)[2] == (reason and f"torchrun ended with 0, but {reason}")
+
+
+def test_a_step_of_a_process_that_never_began_is_of_no_run(tmp_path):
+    said_by(tmp_path, step(2), step(5), end(5))
+    file = tmp_path / events.FILE
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line, pid, number in zip(lines, (lines[0]["pid"], 9, 9, lines[0]["pid"]), (1, 1, 2, 2), strict=True):
+        line |= {"pid": pid, "n": number}  # none is missing
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "step 2 was said by a process that had not said its start" in ending(tmp_path, 0)[2]
 
 
 @pytest.mark.parametrize(("left", "code"), [("no room", 1), (None, 0), (16, 16)])
