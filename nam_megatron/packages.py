@@ -33,8 +33,8 @@ EXTRAS = {
 }  # fmt: skip
 OF_PACKAGES = {
     "megatron": "megatron", "transformer_engine": "train", "mamba_ssm": "train", "causal_conv1d": "train", "lm_eval": "eval",
-    "accelerate": "eval", "matplotlib": "plot", "tensorboard": "tracking", "nemo_run": "nemo-run", "quack": "quack", "flash_attn":
-    "flash",
+    "accelerate": "eval", "matplotlib": "plot", "tensorboard": "tracking", "nemo_run": "nemo-run", "quack": "quack",
+    "flash_attn": "flash",
 }  # fmt: skip
 BUILT = ("train", "nemo")  # with CUDA extensions
 

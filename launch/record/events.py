@@ -52,7 +52,6 @@ class Events:
     _process: dict[int, int] = field(default_factory=dict)
     _heard: dict[tuple[Any, int], int] = field(default_factory=dict)
     _at: dict[tuple[int, int], int] = field(default_factory=dict)
-    _begun: set[tuple[int, int]] = field(default_factory=set)
 
     def hear(self, line: str | bytes, nonce: str) -> None:
         """One line of a file; one that cannot be read, or is of another run, is counted."""
@@ -91,7 +90,7 @@ class Events:
         if kind == "start":
             self.starts[rank] += 1
             self._process[rank] = event["pid"]
-            self._begun.add((rank, event["pid"]))
+            self._at.setdefault((rank, event["pid"]), 0)
             self.ends.pop(rank, None)
             self.worlds.add(event["world"])
             self.world = max(self.world, event["world"])
@@ -109,8 +108,8 @@ class Events:
             by = rank, event["pid"]
             over = self.ends.get(rank, {}).get("pid") == event["pid"]
             self.again = self.again or event["step"] * (over or event["step"] <= self._at.get(by, 0))
+            self.early = self.early or event["step"] * (by not in self._at)
             self._at[by] = event["step"]
-            self.early = self.early or event["step"] * (by not in self._begun)
             self.said.steps[event["step"]] = steps.Step(event["step"], event["of"], values, when)
         elif kind in ("saving", "scheduled", "saved"):
             self.said.saves.append(steps.Save(event["step"], kind == "saved", when, kind == "scheduled"))

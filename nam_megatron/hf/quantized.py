@@ -23,7 +23,8 @@ E2M1 = torch.tensor(
 PAIRS = torch.stack((E2M1.repeat(16), E2M1.repeat_interleave(16)), 1).view(torch.int32).flatten()
 SHARED = 32
 WORD = 32  # bits of what integers are packed into
-KEY, IGNORE, REGEX = "quantization_config", "ignore", "re:"
+KEY, REGEX = "quantization_config", "re:"
+PLAIN = ("modules_to_not_convert", "ignored_layers", "ignore")  # each tool's word for what is not quantized
 # Files that say it beside config.json, and of which tool they are.
 TOOLS = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 HINT = (
@@ -238,18 +239,17 @@ def form(path: Path, tree: Mapping[str, Any], text: Mapping[str, Any], packs: bo
     packed = _packed(keys) if method == "compressed-tensors" else None
     if key != KEY or not {"fp8": blocks, "mxfp4": packs, "compressed-tensors": packed}.get(str(method)):
         raise Refused(Problem(f"`{path / name}` quantizes its weights: `{method}`", key=key or None, hint=HINT))
-    at = next((at for at in ("modules_to_not_convert", "ignored_layers", IGNORE) if keys.get(at)), "ignore")
+    at = next((at for at in PLAIN if keys.get(at)), PLAIN[-1])
     plain = keys.get(at) or []
     if not (isinstance(plain, list) and all(isinstance(pattern, str) for pattern in plain)):
         what = f"`{at}` is {plain!r} in `{path / name}`"
         raise Refused(Problem(what, key=KEY, hint="it is a list of modules"))
-    for pattern in plain:
+    for pattern in (pattern for pattern in plain if pattern.startswith(REGEX)):
         try:
-            re.compile(pattern)
+            re.compile(pattern.removeprefix(REGEX))
         except re.error as err:
-            if pattern.startswith(REGEX):
-                what = f"`{pattern}` is no regular expression in `{path / name}`: {err}"
-                raise Refused(Problem(what, key=f"{KEY}.{at}")) from None
+            what = f"`{pattern}` is no regular expression in `{path / name}`: {err}"
+            raise Refused(Problem(what, key=f"{KEY}.{at}")) from None
     if packed:
         return Packed(tuple(plain), at, *packed)
     return Mxfp4(tuple(plain), at) if method == "mxfp4" else Blocks(tuple(plain), at, tuple(sizes or ()))

@@ -43,22 +43,19 @@ SHARDED_BY = frozenset(
 def early(lowering: Lowering, root: Path, bridge: bool) -> Iterator[Problem]:
     """What of `objections` small files alone tell, before anything starts. root: where relative paths begin. bridge: who will train."""
     load = lowering.plan.recipe.schedule.load
-    there = load is not None and (root / load / TRACKER).is_file()
-    if load is not None and there:
+    folder = None if load is None else root / load
+    if folder and (folder / TRACKER).is_file():  # what it lacks otherwise, a trainer's own guard says
         try:
-            theirs = of_others(root / load, tracker.newest(root / load, "schedule.load"))
+            theirs = of_others(folder, tracker.newest(folder, "schedule.load"))
         except Refused as no:
             yield from no.problems
             return
         if theirs:
             yield theirs
             return
-    if not bridge:
-        yield from objections(lowering, thorough=False, root=root)
-        return
-    if load is not None and there:  # what it lacks otherwise, Bridge's own guard says
-        yield from another(root / load / SIGNED, lowering, thorough=False)
-    yield from occupied(lowering, root)
+        if bridge:
+            yield from another(folder / SIGNED, lowering, thorough=False)
+    yield from occupied(lowering, root) if bridge else objections(lowering, thorough=False, root=root)
 
 
 def objections(lowering: Lowering, *, thorough: bool = True, root: Path = HERE) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from nam_megatron.lint.model import Model, known
-from nam_megatron.lint.rules.parser import incomplete, own
+from nam_megatron.lint.rules.parser import incomplete, strangers
 from nam_megatron.lint.rules.rule import CONFIG, FAIL, FRAGILE, VALIDATE, Rule, listed, off
 from nam_megatron.lint.values import Args, Open, harmless
 
@@ -58,7 +58,7 @@ def _lacking(a: Args, m: Model, which: str, given_elsewhere: bool = False) -> It
 def _idle(a: Args, m: Model) -> Iterator[str]:
     if a.launch.kind == "container" or (a.launch.kind == "yaml" and a.elsewhere):
         return  # Bridge writes every field, in use or not, and so do other programs' files
-    families = {flag.lstrip("-").split("-")[0] for flag in (*a.foreign, *(t.about for t in own(a)))}
+    families = {flag.lstrip("-").split("-")[0] for flag in strangers(a)}
     for found in _lacking(a, m, "idle", incomplete(a, m)):
         if found[2:].split("-")[0] not in families:  # else what it stands on may be a flag of the script's own
             yield found

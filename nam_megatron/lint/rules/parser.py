@@ -120,6 +120,11 @@ def _near(one: str, other: str) -> bool:
     return alike(one, other) >= 0.7
 
 
+def strangers(a: Args) -> tuple[str, ...]:
+    """Flags that are a program's own: a fork's, or the script's."""
+    return *a.foreign, *(t.about for t in own(a))
+
+
 def _of_a_fork(bad: Trouble, strange: int) -> bool:
     """Whether a value is the class of a fork's tokenizer, or beside flags of its own an optimizer of its, or any choice."""
     name, _, value = bad.about.partition(" ")
@@ -164,9 +169,7 @@ def of_another(rule: Rule, a: Args) -> bool:
         return True
     if rule.id == "world-size" and any("world-size" in flag for flag in a.foreign):
         return True
-    if rule.id in OWN_WORDS and any(
-        OWN_WORDS[rule.id].search(flag) for flag in (*a.foreign, *(t.about for t in own(a)))
-    ):
+    if rule.id in OWN_WORDS and any(map(OWN_WORDS[rule.id].search, strangers(a))):
         return True
     if a.ported and rule.id not in ("given-twice", "not-the-card", "unknown-variable", "unknown-flag"):
         return rule.severity != DEFAULT
