@@ -84,8 +84,7 @@ def files(runs: Runs, there: Iterable[str]) -> Iterator[tuple[str, bool]]:
     when = {test: run for run in runs for test in run["passed"]}
     for file, tests in sorted(by_file.items()):
         passed = [when[test] for test in tests if test in when]
-        line = f"{file:26} {len(passed):3} of {len(tests):3} on record"
-        changed = ""
+        line, changed = f"{file:26} {len(passed):3} of {len(tests):3} on record", ""
         if passed:
             oldest = min(passed, key=lambda run: str(run["date"]))
             changed = changes(oldest["revision"], tested(HERE / file))
@@ -104,10 +103,11 @@ def changes(revision: str, places: Iterable[str]) -> str:
 def collected() -> list[str]:
     """Every case of tests/gpu."""
     words = [sys.executable, "-m", "pytest", "--co", "-m", "gpu", "-p", "no:cacheprovider", str(HERE)]
-    said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout
-    return [
-        line.removeprefix("tests/gpu/") for line in said.splitlines() if line.startswith("tests/gpu/") and "::" in line
-    ]
+    ran = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    if ran.returncode:  # what is not there would leave the record
+        sys.exit(f"error: the tests were not collected, and nothing was written:\n{(ran.stdout + ran.stderr)[-1000:]}")
+    tests = [line for line in ran.stdout.splitlines() if line.startswith("tests/gpu/") and "::" in line]
+    return [test.removeprefix("tests/gpu/") for test in tests]
 
 
 if __name__ == "__main__":
