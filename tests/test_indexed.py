@@ -76,6 +76,20 @@ def test_each_part_of_a_blend_is_looked_at(tmp_path):
     assert message == f"`{tmp_path}/gone.idx` is not there" and key == "data.parts"
 
 
+def test_folders_that_may_not_be_looked_into_are_said_by_their_keys(tmp_path, monkeypatch):
+    def closed(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    words = ("data=indexed", f"data.path={tmp_path}/a", f"data.tokenizer={tmp_path}", "data.split='1,0,0'")
+    plan = translate(load("nam56r_smoke", words)).plan
+    monkeypatch.setattr(Path, "is_file", closed)
+    monkeypatch.setattr(Path, "iterdir", lambda path: (closed(path) for _ in "once"))
+    assert [(problem.key, problem.message) for problem in unfit_data(plan)] == [
+        ("data.tokenizer", f"`{tmp_path}` cannot be read: Permission denied"),
+        ("data.path", f"`{tmp_path}/a.idx` cannot be read: Permission denied"),
+    ]
+
+
 def test_datasets_for_validation_alone_are_looked_at_whole(tmp_path):
     large, small = (dataset(tmp_path / name, [5] * n) for name, n in (("large", 400), ("small", 1)))
 

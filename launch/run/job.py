@@ -155,13 +155,8 @@ def findings(context: "Context") -> Iterator[Finding]:
         begins = f"relative paths begin where a run starts, in `{context.checkout}`"
         hint = problem.hint if Path.cwd() == context.checkout else "; ".join(filter(None, (problem.hint, begins)))
         yield Finding("data", "fail", problem.message, hint)
-    try:
-        for problem in resume.early(context.lowering, context.checkout, context.words["trainer"] == "bridge"):
-            yield Finding("resume", "fail", problem.message, problem.hint)
-    except OSError as err:  # of a folder that this user may not look into
-        yield Finding(
-            "resume", "fail", f"`{err.filename}` cannot be read: {err.strerror}", "as which user does it train?"
-        )
+    for problem in resume.early(context.lowering, context.checkout, context.words["trainer"] == "bridge"):
+        yield Finding("resume", "fail", problem.message, problem.hint)
     if context.cluster.processor == "cpu":
         return
     b = budget(context.lowering.plan)

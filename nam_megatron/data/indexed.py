@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import ceil
 from operator import add
+from os.path import exists
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,10 +66,10 @@ class Share:
 def read(prefix: Path) -> Index:
     """Raises Unreadable."""
     path, data = (prefix.with_name(f"{prefix.name}.{end}") for end in ("idx", "bin"))
-    for file in (path, data):
-        if not file.is_file():
-            raise Unreadable(f"`{file}` is {(kind(file) or 'a folder') if file.exists() else 'not there'}")
     try:
+        for file in (path, data):
+            if not file.is_file():
+                raise Unreadable(f"`{file}` is {(kind(file) or 'a folder') if file.exists() else 'not there'}")
         with path.open("rb") as stream:
             begin = stream.read(HEADER.size)
             if len(begin) < HEADER.size or not begin.startswith(MAGIC):
@@ -104,7 +105,7 @@ def objections(recipe: "Recipe", root: Path = Path(), *, there: bool = False) ->
     indices: dict[str, Index | None] = {}
     for share in shares(recipe.data, recipe.schedule):
         key = f"data.{share.key}"
-        if there and not all((root / f"{share.path}.{end}").exists() for end in ("idx", "bin")):
+        if there and not all(exists(root / f"{share.path}.{end}") for end in ("idx", "bin")):
             continue
         if share.path not in indices:
             indices[share.path] = None

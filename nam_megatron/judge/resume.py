@@ -7,8 +7,9 @@ was exported with them, if one was. A trainer asks before it loads, and `launch 
 """
 
 import contextlib
+import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,23 @@ SHARDED_BY = frozenset(
 )
 
 
+def seen(look: Callable[..., Iterator[Problem]]) -> Callable[..., Iterator[Problem]]:
+    """`look`, which also tells of a folder that this user may not look into."""
+
+    @functools.wraps(look)
+    def looked(lowering: Lowering, *args: Any, **named: Any) -> Iterator[Problem]:
+        try:
+            yield from look(lowering, *args, **named)
+        except OSError as err:
+            folders = lowering.plan.recipe.schedule.model_dump(include={"load", "save", "pretrained"}).items()
+            key = next((f"schedule.{name}" for name, folder in folders if folder and folder in str(err.filename)), None)
+            hint = "as which user does it run?"
+            yield Problem(f"`{err.filename}` cannot be read: {err.strerror}", key=key, hint=hint)
+
+    return looked
+
+
+@seen
 def early(lowering: Lowering, root: Path, bridge: bool) -> Iterator[Problem]:
     """What of `objections` small files alone tell, before anything starts. root: where relative paths begin. bridge: who will train."""
     load = lowering.plan.recipe.schedule.load

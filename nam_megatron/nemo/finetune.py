@@ -63,6 +63,7 @@ def dataset(a: Arguments) -> Samples:
 # Before anything is built -----------------------------------------------------------------------------------------------
 
 
+@resume.seen
 def objections(lowering: Lowering, *, thorough: bool = True) -> Iterator[Problem]:
     """Why this plan cannot start from the weights that it names, or learn from its samples.
 

@@ -34,6 +34,7 @@ SIGNED = resume.SIGNED
 # Before anything is built -----------------------------------------------------------------------------------------------
 
 
+@resume.seen
 def objections(lowering: Lowering, *, thorough: bool = True) -> Iterator[Problem]:
     """Why this plan cannot load what it asks for, must not save where it asks to, or cannot read its data.
 

@@ -45,6 +45,7 @@ INDEX = {
 }  # fmt: skip
 
 
+@resume.seen
 def objections(lowering: Lowering, *, thorough: bool = True) -> Iterator[Problem]:
     """Why this plan cannot load what it asks for, or must not save where it asks to. thorough: see `damage`."""
     load = lowering.plan.recipe.schedule.load

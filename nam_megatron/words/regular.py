@@ -18,12 +18,11 @@ def kind(path: Path) -> str | None:
 
 
 def irregular(paths: Iterable[Path], key: str | None = None) -> Iterator[Problem]:
-    """A problem of each path that is no file to read."""
-    for path in paths:
-        if what := kind(path):
-            yield Problem(
-                f"`{path}` is {what}, and no file",
-                key=key,
-                hint="take it away, or put a file there",
-                law="no-regular-file",
-            )
+    """A problem of each path that is no file to read, or of their folder that may not be looked into."""
+    try:
+        for path in paths:
+            if what := kind(path):
+                hint = "take it away, or put a file there"
+                yield Problem(f"`{path}` is {what}, and no file", key=key, hint=hint, law="no-regular-file")
+    except OSError as err:
+        yield Problem(f"`{err.filename}` cannot be read: {err.strerror}", key=key, hint="as which user does it run?")

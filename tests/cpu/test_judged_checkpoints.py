@@ -54,6 +54,18 @@ def test_a_checkpoint_that_is_not_there_is_about_the_key_that_asks_for_it(tmp_pa
     assert "schedule.load=null" in problem.hint
 
 
+def test_a_checkpoint_that_may_not_be_read_is_about_the_key_that_asks_for_it(tmp_path, monkeypatch):
+    def closed(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    asked = lowered(f"schedule.load={tmp_path}")
+    monkeypatch.setattr(Path, "is_file", closed)
+    (problem,) = checkpoint.objections(asked)
+    assert (problem.key, problem.message) == (
+        "schedule.load", f"`{tmp_path}/latest_checkpointed_iteration.txt` cannot be read: Permission denied",
+    )  # fmt: skip
+
+
 def test_checksums_wait_for_the_files_of_the_last_rank(step, monkeypatch):
     (step / checksums.NAME).unlink()
     alone = torch.distributed
