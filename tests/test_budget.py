@@ -6,7 +6,7 @@ import json
 import re
 import sys
 from functools import cache
-from math import isclose
+from math import isclose, lcm
 from pathlib import Path
 from statistics import median
 
@@ -20,7 +20,6 @@ from presets import lowered
 from rich.console import Console
 
 from nam_megatron import migrate
-from nam_megatron.blocks.moe.block import scratch
 from nam_megatron.budget import __main__ as budget_command
 from nam_megatron.budget import budget, container, ends, parameters, search, static
 from nam_megatron.budget.__main__ import terminal
@@ -33,7 +32,7 @@ from nam_megatron.errors import Refused
 from nam_megatron.lint import __main__ as lint_command
 from nam_megatron.lint import recipe
 from nam_megatron.recipe import load
-from nam_megatron.words.sizes import BUCKETS, GIB, PARAMETERS, Sizes, Stage, _code
+from nam_megatron.words.sizes import BUCKETS, GIB, PARAMETERS, Group, Held, Param, Sizes, Stage, _code
 
 ROOT = Path(__file__).parents[1]
 MEASURED = [
@@ -250,41 +249,36 @@ def test_serving_ignores_training_only_state(change):
     ]
 
 
-def test_the_fused_loss_makes_nothing_but_the_logits():
-    """Of tokens x vocabulary: bf16 for each depth, where Megatron keeps fp32 beside the main one's."""
-    fused, megatron = (
-        {
-            line.name: line.bytes
-            for line in budget(plan_of(*LATENT, "feature.mtp.depths=2", f"precision.cross_entropy={which}"))
-            .stages[-1]
-            .steady.lines
-        }
-        for which in ("fused", "megatron")
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 2), (2, 1), (4, 2)])
+def test_ranks_share_what_is_served(tensor, pipeline):
+    layout = (
+        f"parallel.tensor={tensor}",
+        f"parallel.pipeline={pipeline}",
+        f"parallel.sequence={str(tensor > 1).lower()}",
     )
-    assert fused["logits of MTP"] == 2 * fused["logits"] and "softmax" not in fused and "softmax" in megatron
+    (one,), many = (serve(plan_of(*NATIVE, "cluster=h200_8", *words), 8, 1000) for words in ((), layout))
+    assert [tensor * s.logits for s in many] == [*[0] * (pipeline - 1), one.logits]
+    assert one.logits == 8 * one.plan.recipe.model.vocab_size * (2 + 4), "of a token, in bf16 and fp32"
+    assert tensor * sum(s.recurrent for s in many) == one.recurrent
+    assert tensor * sum(s.cache("paged") for s in many) == one.cache("paged")
 
 
-def test_what_each_bucket_does_care_about():
+SCALES = {
+    "schedule.micro_batch_size=2": {"activations": 1 / 2, "routing scratch": 1 / 2, "logits and loss": 1 / 2},
+    "parallel.expert=4": {"expert parameters": 1 / 4},
+    "cluster=h200_4": {"other optimizer": 2},
+    "precision.grad_reduce=bf16": {"gradients": 1 / 2},
+    "model.hidden_size=7168": {"tensor-sharded parameters": 2, "expert parameters": 2},
+    "device.allocator_gib=3.0": {"allocator overhead": 2},
+}
+
+
+@pytest.mark.parametrize("change", SCALES)
+def test_each_bucket_grows_as_what_it_cares_about(change):
     """The other way round, so that no bucket above is constant by mistake."""
-    base = bill(*NATIVE)
-    moves = {
-        "schedule.micro_batch_size=2": ("activations", "routing scratch", "logits and loss"),
-        "parallel.expert=4": ("expert parameters",),
-        "cluster=h200_4": ("other optimizer",),
-        "precision.grad_reduce=bf16": ("gradients",),
-        "model.hidden_size=7168": (
-            "replicated parameters",
-            "tensor-sharded parameters",
-            "expert parameters",
-            "activations",
-        ),
-        "optim=muon": ("matrix optimizer", "other optimizer"),
-        "device.runtime_gib=3.0": ("runtime reserve",),
-    }
-    for change, buckets in moves.items():
-        after = bill(*NATIVE, change)
-        for bucket in buckets:
-            assert sum(of(after, bucket).values()) != sum(of(base, bucket).values()), (change, bucket)
+    base, after = bill(*NATIVE), bill(*NATIVE, change)
+    found = {bucket: sum(of(after, bucket).values()) / sum(of(base, bucket).values()) for bucket in SCALES[change]}
+    assert found == pytest.approx(SCALES[change], rel=0.02)
 
 
 # Sums and shapes ------------------------------------------------------------------------------------------------------
@@ -307,6 +301,14 @@ def test_formula_with_a_stray_sign_is_our_mistake():
         _code("2 T % n")
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 6, 48, 256])
+def test_a_buffer_ends_where_all_its_ranks_have_as_much(ranks):
+    sizes, starts = (1, 64, 65, 1000), 64 + 64 + 128 + 1024  # each begins at a multiple of 64
+    held = tuple(Held(Param("w", (n,), "replicated", "other"), "mlp", None, n, 1) for n in sizes)
+    whole = sum(sizes) + Group("dense", held, ranks, "N").padding
+    assert 0 <= whole - starts < lcm(ranks, 128) and whole % ranks == whole % 128 == 0
+
+
 @pytest.mark.parametrize("pipeline", [1, 2, 4])
 def test_stages_share_the_parameters(pipeline):
     plan = plan_of("nam56r_native_dp", "cluster=h200_8", f"parallel.pipeline={pipeline}")
@@ -317,6 +319,20 @@ def test_a_stage_has_every_so_manieth_chunk():
     plan = plan_of("nam56r_native_dp", "cluster=h200_2", "parallel.pipeline=2", "parallel.virtual_pipeline=2")
     first = [[chunk[0].number for chunk in stage.chunks] for stage in static.stages(plan)]
     assert first[0][0] == 1 < first[1][0] < first[0][1] < first[1][1]
+
+
+@pytest.mark.parametrize(
+    ("words", "tables"),
+    [
+        (("deepseek_v2_lite", "feature.mtp.depths=2"), [27 + 2]),
+        (("deepseek_v2_lite", "feature.mtp.depths=1", "parallel.pipeline=2", "parallel.expert=4"), [14, 13 + 1]),
+        (("deepseek_v3_2",), [16, 14, 16, 14, 16, 14, 16, 16]),  # an indexer's beside each layer's
+        (("deepseek_v3_2", "model.blocks.dsa.full_every=2"), [12, 9, 12, 12, 12, 12, 12, 11]),
+    ],
+)  # fmt: skip
+def test_each_module_that_yarn_turns_has_tables_of_its_own(words, tables):
+    found = ({line.name: line.bytes for line in s.steady.lines} for s in budget(plan_of(*words)).stages)
+    assert [lines["YaRN tables"] for lines in found] == [4 * 4096 * 64 * n for n in tables]
 
 
 def test_last_stage_has_the_embedding_again_under_mtp():
@@ -360,6 +376,10 @@ def test_any_plan_adds_up(words):
         for moment in s.moments.values():
             assert moment.total == sum(moment.buckets.values()) >= moment.reserved >= moment.allocated > 0
             assert all(line.bytes >= 0 and line.why and line.owner for line in moment.lines)
+        built, after = (s.moments[phase].buckets for phase in ("build", "after_init"))
+        assert all(built[bucket] == after[bucket] for bucket in ("gradients", "communication")), (
+            "DDP has made its buffers"
+        )
         held = {phase: m.allocated for phase, m in s.moments.items()}
         assert held["after_init"] <= held["between_steps"] <= held["steady"]
 
@@ -372,29 +392,6 @@ def test_more_samples_never_take_less(words):
     small, large = (budget(random_plan(w)) for w in (words, more))
     for a, b in zip(small.stages, large.stages, strict=True):
         assert a.steady.allocated <= b.steady.allocated
-
-
-VARIANTS = {
-    "muon, whole": ("optim=muon", *(f"feature.distributed_optimizer.{k}=false" for k in OVERLAP)),
-    "megatron-fsdp": ("feature.megatron_fsdp.enabled=true",),
-    "megatron-fsdp, state alone": ("feature.megatron_fsdp.enabled=true", "feature.megatron_fsdp.strategy=optim"),
-    "edges in bf16": ("precision=fp8_tensorwise", "model.blocks.mamba2.heads=64", "feature.fp8.first_last_bf16=true"),
-    "gathered in FP8": ("precision=fp8_tensorwise", "model.blocks.mamba2.heads=64", "feature.fp8.param_gather=true"),
-    "blocks of layers recomputed": (*FULL, "feature.recompute.method=block", "feature.recompute.layers=20"),
-    "streams and n-grams": ("feature.mhc.streams=4", "feature.ngram_hash.enabled=true", "feature.ngram_hash.buckets=1000"),
-    "capacity": ("model.blocks.moe.capacity_factor=1.25", "parallel.expert=4"),
-    "layer norms and biases": ("model.normalization=LayerNorm", "model.linear_bias=true", "model.letters.E=mlp"),
-    "depths in a pipeline": ("feature.mtp.depths=2", "parallel.pipeline=4", "parallel.virtual_pipeline=2", "cluster=h200_2x8"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_every_variant_has_a_budget_of_its_own(name):
-    plain, ours = budget(plan_of(*NATIVE)), budget(plan_of(*NATIVE, *VARIANTS[name]))
-    assert all(line.bytes >= 0 for s in ours.stages for line in s.steady.lines)
-    assert {(x.bucket, x.owner, x.bytes) for x in ours.worst.steady.lines} != {
-        (x.bucket, x.owner, x.bytes) for x in plain.worst.steady.lines
-    }
 
 
 def test_sharding_divides_what_it_says_it_shares():
@@ -601,7 +598,7 @@ def test_pieces_take_less_memory_one_after_the_other():
 
 def test_rows_of_ngrams_are_remembered_where_the_embedding_is():
     """A byte a row: four tables of 1,000 rows, on the first of two stages."""
-    plan = plan_of(*NATIVE, *VARIANTS["streams and n-grams"], "parallel.pipeline=2")
+    plan = plan_of(*NATIVE, "feature.ngram_hash.enabled=true", "feature.ngram_hash.buckets=1000", "parallel.pipeline=2")
     held = [[x.bytes for x in s.moments["after_init"].lines if "asked" in x.name] for s in budget(plan).stages]
     assert held == [[4000], []]
 
@@ -804,17 +801,6 @@ def test_measured_runs_are_of_plans_that_can_be_trained():
         assert not plan.not_built and plan.recipe.world_size == entry["gpus"], entry["name"]
 
 
-def test_worked_example_of_the_memory_article():
-    """4096 tokens, top-k 2 of 128 experts, capacity factor 1.2, hidden 4096, 4 local experts, bf16."""
-    found = scratch(tokens=4096, top_k=2, experts=128, local=4, hidden=4096, factor=1.2)
-    assert found.counts == 128 * 32 * 8  # int64, of each expert from each of 32 ranks
-    assert found.capacity == 77
-    assert found.counts == 32 * 1024
-    assert found.receive == found.combine == 2_523_136
-    dropless = scratch(tokens=4096, top_k=2, experts=128, local=4, hidden=4096, factor=None)
-    assert dropless.receive == 4 * 64 * 4096 * 2
-
-
 def test_cost_of_the_native_lane():
     c = cost(plan_of(*NATIVE))
     assert isclose(c.model, 13.613e9, rel_tol=1e-4)
@@ -825,10 +811,15 @@ def test_cost_of_the_native_lane():
 
 
 def test_recompute_costs_forward_passes_and_no_model_flops():
-    plain, full = cost(plan_of(*NATIVE)), cost(plan_of(*NATIVE, *FULL))
-    assert full.model == plain.model
-    logits = 2 * 3584 * 65536
-    assert isclose(full.hardware, plain.model * 4 / 3 - logits)
+    for depths, method, layers in ((0, "uniform", 1), (2, "uniform", 1), (2, "block", 52)):  # which skips MTP
+        words = (*NATIVE, f"feature.mtp.depths={depths}")
+        how = (f"feature.recompute.method={method}", f"feature.recompute.layers={layers}")
+        plain, full = cost(plan_of(*words)), cost(plan_of(*words, *FULL, *how))
+        outside = (
+            ("logits", "eh projection") if method == "uniform" else [w.name for w in plain.works if w.owner == "mtp"]
+        )
+        again = sum(w.flops for w in plain.works if w.owner != "ends" and (w.owner != "mtp" or w.name not in outside))
+        assert full.model == plain.model == plain.hardware and isclose(full.hardware - plain.hardware, again)
     moe = cost(plan_of(*NATIVE, "feature.recompute.granularity=selective", "feature.recompute.modules=[moe]"))
     assert isclose(moe.hardware - moe.model, plain.by_owner()["moe"])
 

@@ -1,9 +1,8 @@
 """Mixture of experts: Megatron's MoELayer with a shared expert, symbol `E`."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from math import ceil, lcm
+from math import lcm
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -331,24 +330,3 @@ class Moe(Block):
             yield z.work("shared expert", "2 (u + 1) h fs", "", redone=("moe", "shared_experts"))
             if self.shared_expert_gate:
                 yield z.work("shared expert's gate", "2 h", "", redone=("moe", "shared_experts"))
-
-
-@dataclass(frozen=True, slots=True)
-class Scratch:
-    """Buffers of one routing step. capacity: rows an expert takes from one rank. Bytes: counts; rows in; rows out."""
-
-    capacity: int
-    counts: int
-    receive: int
-    combine: int
-
-
-def scratch(tokens: int, top_k: int, experts: int, local: int, hidden: int, factor: float | None) -> Scratch:
-    """What routing `tokens` of one rank needs, bf16, expert tensor size 1. factor: capacity factor; None is dropless.
-
-    Receive and combine are one source rank's share of a rank with `local` experts; dropless, their mean.
-    """
-    rows = tokens * top_k / experts
-    capacity = ceil(rows * factor) if factor is not None else ceil(rows)
-    counts = 8 * experts * (experts // local)
-    return Scratch(capacity, counts, 2 * local * capacity * hidden, 2 * local * capacity * hidden)
