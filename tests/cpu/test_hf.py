@@ -100,7 +100,7 @@ PUBLIC: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     ),
     "yarn": (
         "llama_3_8b", ("feature.yarn.factor=4", "feature.yarn.rounded=false"),
-        {"feature.yarn.original_length": 512, f"{GQA}output_gate": True, f"{GQA}qkv_bias": True},
+        {"feature.yarn.original_length": 512, "model.rotary_base": 50, f"{GQA}output_gate": True, f"{GQA}qkv_bias": True},
     ),
 }  # fmt: skip
 EVERY = (*NATIVE, *AUTHOR, *PUBLIC)
@@ -229,19 +229,22 @@ def test_the_export_computes_what_megatron_does(made, name, dtype):
     in_megatron(job)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "inside"), [(torch.float32, None), *((torch.bfloat16, inside) for inside in (None, "fp32", "fp64"))]
+)
 @pytest.mark.parametrize("router", [(1, 1, 1), (2, 1, 1), (4, 4, 2)], ids=str)
 @pytest.mark.parametrize("scores", ["softmax", "pre_softmax", "sigmoid", "bias"])
-def test_experts_and_their_shares_are_megatrons(scores, router, dtype):
+def test_experts_and_their_shares_are_megatrons(scores, router, dtype, inside):
     torch.manual_seed(0)
     (top_k, groups, left), function = router, "softmax" if "softmax" in scores else "sigmoid"
     b = dict(experts=8, top_k=top_k, groups=groups, chosen_groups=left, score_function=function, routed_scaling=1.5)
-    b |= dict(pre_softmax=scores == "pre_softmax", expert_bias=scores == "bias", router_dtype=None)
+    b |= dict(pre_softmax=scores == "pre_softmax", expert_bias=scores == "bias", router_dtype=inside)
     made, x = Router(SimpleNamespace(moe=b, hidden_size=16, linear_bias=False)), torch.randn(50, 16).to(dtype)
     made.weight.data = torch.randn(8, 16).to(dtype)
     if made.expert_bias is not None:
         torch.nn.init.normal_(made.expert_bias)
-    logits, limit = torch.nn.functional.linear(x, made.weight), left if groups > 1 else None
+    wide = {None: dtype, "fp32": torch.float32, "fp64": torch.float64}[inside]
+    logits, limit = torch.nn.functional.linear(x.to(wide), made.weight.to(wide)), left if groups > 1 else None
     shares, experts = moe_utils.topk_routing_with_score_function(
         logits, top_k, b["pre_softmax"], groups, limit, 1.5, function, made.expert_bias, dense_output=True
     )
@@ -340,6 +343,20 @@ def test_another_choice_is_a_difference_though_the_export_takes_megatrons(made, 
         assert not free.otherwise and not free.experts
 
     in_megatron(job)
+
+
+def test_a_choice_made_otherwise_is_a_share_of_what_was_chosen():
+    """Of experts [tokens, k], and of keys in blocks of queries, of which the first see fewer than k."""
+    best = torch.arange(6.0, 0, -1).expand(4, 6)
+    seen = best.masked_fill(torch.ones(4, 6).triu(1).bool(), -torch.inf)[None]
+    for scores, chosen, first, share in (
+        (best, [[0, 1, 2], [0, 1, 5], [3, 4, 5], [2, 1, 0]], (), 4 / 12),
+        (seen[:, :2], [[[0, 4, 5], [1, 0, 3], [9, 9, 9], [9, 9, 9]]], (0,), 0.0),
+        (seen[:, 2:], [[[9, 9, 9], [9, 9, 9], [2, 1, 0], [1, 2, 3]]], (2,), 1 / 6),
+    ):
+        shares, pick = [], lambda scores, *first: scores.topk(3, -1).indices
+        check._taken(pick, torch.tensor(chosen), shares, scores, *first)
+        assert shares == [pytest.approx(share)]
 
 
 def test_a_host_without_a_gpu_is_told_so(made, capsys):
@@ -575,6 +592,18 @@ def test_exports_open_without_us_and_without_megatron(made, fresh, tmp_path):
     for exported, said in zip(exports, done.stdout.splitlines()[-2:], strict=True):
         ours = decode(open_model(exported, torch.float32), [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5]], Options(8))
         assert json.loads(said) == torch.tensor(list(ours)).T.tolist()
+
+
+@pytest.mark.parametrize("name", ["native", "author", "author streams", "next tp"])
+def test_transformers_rounds_no_more_than_we_do(made, name):
+    """What training keeps in fp32 stays so in a model that is opened in bf16."""
+    opened = (
+        open_model(made(name)[1], torch.bfloat16),
+        NamForCausalLM.from_pretrained(made(name)[1], dtype=torch.bfloat16),
+    )
+    ours, theirs = (dict(model.named_parameters()) for model in opened)
+    assert ours.keys() == theirs.keys()
+    assert not [key for key in ours if not torch.equal(ours[key].float(), theirs[key].float())]
 
 
 def test_a_missing_tensor_is_no_warning_to_transformers(copied):
@@ -896,7 +925,7 @@ def test_nothing_is_written_over(made, tmp_path, capsys):
     assert "is there already" in capsys.readouterr().err
 
 
-def test_who_watches_a_folder_without_steps_is_told(made, tmp_path):
+def test_who_watches_a_folder_without_steps_is_told(made, tmp_path, monkeypatch):
     """It may be a run that has not saved yet, or a wrong name."""
     checkpoint, said = made("native")[0], []
 
@@ -905,7 +934,9 @@ def test_who_watches_a_folder_without_steps_is_told(made, tmp_path):
         if len(said) == 1:
             shutil.copytree(checkpoint, tmp_path / "late")
 
-    watch.watch(tmp_path / "late", tmp_path / "out", None, None, "cpu", 3, 0.01, say)
+    looks = iter(range(9))
+    monkeypatch.setattr(watch, "time", SimpleNamespace(sleep=lambda _: next(looks)))
+    watch.watch(tmp_path / "late", tmp_path / "out", None, None, "cpu", 2, 0.01, say)  # a run's steps may go past it
     assert said[0] == f"no step in `{tmp_path}/late` yet: waiting" and (tmp_path / "out/iter_0000003").is_dir()
 
 
@@ -1126,6 +1157,25 @@ def test_two_runs_are_apart_by_torchs_own_divergence():
     assert found.kl == pytest.approx(torch.distributions.kl_divergence(p, q).mean().item(), rel=1e-5)
     with pytest.raises(Refused, match="hidden states of MTP that are not finite"):
         check.compare(check.Run(one, (), (one,)), check.Run(one, (), (one.log(),)), "fp32")
+
+
+@pytest.mark.parametrize(("dtype", "asked"), [("fp32", {"relative", "ahead"}), ("bf16", {"cosine", "kl", "otherwise"})])
+def test_each_limit_of_a_comparison_is_asked_by_itself(dtype, asked):
+    least = dict(cosine=check.COSINE, least=0.0, kl=check.KL, relative=check.RELATIVE, greedy=0.0)
+    least |= dict(layers=(1.0,), ahead=(check.RELATIVE,), own=(1.0,), otherwise=check.OTHERWISE)
+    beyond = dict(
+        cosine=0.99,
+        least=-1.0,
+        kl=0.1,
+        relative=1.0,
+        greedy=-1.0,
+        layers=(9.0,),
+        ahead=(0.0, 1.0),
+        own=(9.0,),
+        otherwise=1.0,
+    )
+    assert check.Outcome(dtype, **least).passed
+    assert {key for key in least if not check.Outcome(dtype, **least | {key: beyond[key]}).passed} == asked
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 6, 7, 8, 9, 10, 11])

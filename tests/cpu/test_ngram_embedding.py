@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nam_megatron.blocks import EMBEDDING, Gauge
+from nam_megatron.hf.model.modeling_nam import Ngrams
 from nam_megatron.runtime.gauges import GAUGES
 from nam_megatron.runtime.ngram_embedding import PRIME, NgramEmbedding, multipliers, rows
 
@@ -37,14 +38,15 @@ def grams(tokens: list[int], order: int, heads: int, end: int | None):
 @pytest.mark.parametrize(("order", "heads", "end"), [(2, 1, None), (3, 2, END), (5, 3, END)])
 def test_rows_are_of_the_tokens_of_one_document(order, heads, end):
     tokens = torch.randint(0, 9, (2, 40), generator=torch.Generator().manual_seed(order))
-    found, there = rows(tokens, order, heads, 1000, end)
-    assert found.shape == there.shape == (2, 40, (order - 1) * heads)
-    for b in range(2):
-        for i, table, gram in grams(tokens[b].tolist(), order, heads, end):
-            assert there[b, i, table] == (gram is not None)
-            if gram is not None:
-                assert found[b, i, table] == row_of(gram, table, order, heads, 1000)
-    assert not there.all() and there[..., -heads:].any()
+    of_export = Ngrams(8, order, heads, 1000, 2, end).rows(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    for found, there in (rows(tokens, order, heads, 1000, end), of_export):
+        assert found.shape == there.shape == (2, 40, (order - 1) * heads)
+        for b in range(2):
+            for i, table, gram in grams(tokens[b].tolist(), order, heads, end):
+                assert there[b, i, table] == (gram is not None)
+                if gram is not None:
+                    assert found[b, i, table] == row_of(gram, table, order, heads, 1000)
+        assert not there.all() and there[..., -heads:].any()
 
 
 def test_hash_functions_part_what_others_throw_together():
