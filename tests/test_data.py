@@ -348,7 +348,7 @@ MOMENTS = {  # of the build's functions the one after which the input is another
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("change", ["longer", "same size", "gone", "back again", "one more", "tokenizer"])
+@pytest.mark.parametrize("change", ["longer", "same size", "gone", "back again", "one more", "tokenizer", "its config"])
 def test_an_input_that_changes_meanwhile_makes_no_dataset(tmp_path, bpe, monkeypatch, capsys, moment, change):
     """Four of five were accepted, with a manifest of something else; the fifth was a traceback."""
     tree, tokens, out = tmp_path / "tree", tmp_path / "tokens", tmp_path / "set"
@@ -356,7 +356,7 @@ def test_an_input_that_changes_meanwhile_makes_no_dataset(tmp_path, bpe, monkeyp
     shutil.copytree(bpe, tokens)
     for i, text in enumerate(TEXTS):
         (tree / f"{i:02}.h").write_text(text)
-    file = tree / "07.h"
+    file, of_tokens = tree / "07.h", {"tokenizer": tokenizer.FILE, "its config": tokenizer.CONFIG}
     where, name = MOMENTS[moment]
     upstream, done = getattr(where, name), []
 
@@ -368,8 +368,8 @@ def test_an_input_that_changes_meanwhile_makes_no_dataset(tmp_path, bpe, monkeyp
                 file.unlink()
             elif change == "one more":
                 (tree / "99.h").write_text("more")
-            elif change == "tokenizer":
-                path = tokens / tokenizer.FILE
+            elif change in of_tokens:
+                path = tokens / of_tokens[change]
                 path.write_text(path.read_text() + "\n")
             else:
                 file.write_bytes(b"x" * (len(done[0]) + (change == "longer")))
@@ -380,7 +380,7 @@ def test_an_input_that_changes_meanwhile_makes_no_dataset(tmp_path, bpe, monkeyp
     monkeypatch.setattr(where, name, changes)
     words = ("build", out, tree, "--suffix", ".h", "--tokenizer", tokens, "--valid", "0.2", "--workers", 1)
     said = refusal(capsys, *words)
-    changed = {"one more": tree / "99.h", "tokenizer": tokens / tokenizer.FILE}.get(change, file)
+    changed = tokens / of_tokens[change] if change in of_tokens else tree / "99.h" if change == "one more" else file
     assert f"`{changed}` changed while it was read" in said and not (out / manifest.NAME).exists()
     file.write_bytes(done[0])
     (tree / "99.h").unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -121,6 +122,9 @@ def test_passes_beyond_count_are_refused(tmp_path):
     ((message, key),) = of(tiny, steps, "schedule.decay_steps=10000000", split="1,0,0")
     assert "the training share" in message and "has 1 tokens, and would be read" in message and key == "data.path"
     assert of(tiny, split="1,0,0") == []  # a pass a token of two steps
+    for samples, tokens in product(range(9), range(1, 40)):  # each sample's last label is the next one's first token
+        read = indexed._passes(samples, tokens, 4) * tokens
+        assert read - tokens < 4 * samples + 1 <= read
 
 
 @pytest.mark.parametrize(

@@ -107,9 +107,6 @@ def recipe(lowering: Lowering) -> dict[str, Any]:
     tree.pop("assumptions", None)
     tree["preset"].pop("about", None)
     model, standing = tree["model"], {block.kind for block in plan.blocks}
-    for of in (model["blocks"], tree["execution"]):
-        for kind in of.keys() - standing:
-            del of[kind]
     model["letters"] |= {s.letter: s.standing for s in plan.substitutions}
     model["letters"] = {letter: kind for letter, kind in model["letters"].items() if kind in standing}
     return tree

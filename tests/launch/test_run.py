@@ -23,6 +23,7 @@ from command import SERVER, _child
 
 from launch.record import outcome, receipt, receipts
 from launch.record.redact import Redactor
+from launch.run.process import Process
 from launch.run.run import ended
 from nam_megatron import events
 from nam_megatron.compile.lower import translate
@@ -668,6 +669,14 @@ def test_names_that_a_terminal_cannot_write_end_nothing(root):
     assert b"Gr\\xf6\\xdfe" in done.stdout
     (folder,) = receipt.folders(root)
     assert "Größe" in (folder / receipt.LOG).read_text(encoding="utf-8")
+
+
+def test_a_line_that_does_not_end_is_cut_and_nothing_is_said_twice(tmp_path):
+    words = [sys.executable, "-uc", "[print(i, end=' ') for i in range(50_000)]; print('end')"]
+    with Process(words, os.environ, tmp_path) as process:
+        said = [line for lines in process.lines() for line in lines]
+        assert process.wait() == 0
+    assert "".join(said) == "".join(f"{i} " for i in range(50_000)) + "end" and len(said) > 2
 
 
 def test_a_chatty_trainer_is_not_held_up(root):

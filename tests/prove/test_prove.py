@@ -60,6 +60,11 @@ def test_the_cut_keeps_what_makes_a_layout(preset, layout):
     )
     wide, narrow = full.recipe.model, small.recipe.model  # what a block adds to the stream is of the same size in both
     assert narrow.init_std * narrow.hidden_size**0.5 == pytest.approx(wide.init_std * wide.hidden_size**0.5, rel=1e-2)
+    p, s = small.recipe.parallel, small.recipe.schedule
+    rounds = s.global_batch_size / (s.micro_batch_size * small.recipe.data_parallel * p.pipeline)
+    assert rounds >= (2 if p.virtual_pipeline > 1 else 1), (
+        "virtual stages take turns, and each has one before and one after"
+    )
     assert small.recipe.model.hidden_size <= 64 and small.recipe.data_parallel >= min(2, full.recipe.data_parallel)
 
 
@@ -101,6 +106,16 @@ def test_a_window_is_cut_with_the_sequence():
     for device, window in (("cpu", 8), ("cuda", 128)):
         plan = cut.pair(load("nam56r_native_dp", words), device, 2).layout.plan
         assert plan.recipe.blocks.attention.window == window
+
+
+def test_heads_share_keys_in_the_cut_as_they_do_in_the_model():
+    heads = load("nam56r_native_dp", ()).model.num_attention_heads
+    for groups in (heads, heads // 2, 1):
+        for layout in ((), ("parallel.tensor=4", "parallel.sequence=true")):
+            words = (f"model.blocks.attention.query_groups={groups}", *layout)
+            recipe = cut.pair(load("nam56r_native_dp", words), "cpu", 2).layout.plan.recipe
+            left = recipe.blocks.attention.query_groups
+            assert (left == recipe.model.num_attention_heads) == (groups == heads) and left <= groups
 
 
 def test_the_two_sides_differ_in_execution_alone():
