@@ -33,7 +33,7 @@ from nam_megatron.lint.read import Launch, read
 from nam_megatron.lint.rules import cards, conflicts
 from nam_megatron.lint.rules.rule import FAIL
 from nam_megatron.lint.shell import ShellError
-from nam_megatron.lint.values import Args, NotKnown
+from nam_megatron.lint.values import REMOVED, Args, NotKnown
 from nam_megatron.recipe import Recipe, to_tree
 from nam_megatron.recipe.resolve import unread
 from nam_megatron.report import header
@@ -381,7 +381,11 @@ VALUES = ("1", "-1", "-0.5", "1e-5", "-1e-5", "rope", "-", "--", "-x", "M-M*", "
 @settings(max_examples=400, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(0, 12))
 def test_words_are_read_as_argparse_reads_them(rng: random.Random, count):
-    names = [*current().flags, *(a for f in current().flags.values() for a in f.aliases), "--no-such-flag"]
+    names = [
+        *(n for n in current().flags if n not in REMOVED),
+        *(a for f in current().flags.values() for a in f.aliases),
+        "--no-such-flag",
+    ]
     line = []
     for _ in range(count):
         name = rng.choice(names)
@@ -677,6 +681,8 @@ def test_what_is_a_finding_beside_this(text, has, has_not):
 def test_what_an_earlier_megatron_had_is_one_finding():
     found = lint(f"torchrun pretrain_gpt.py {DESCRIBED} --DDP-impl local --data-impl mmap")
     assert [f.flag for f in found.findings if f.id == "removed-flag"] == ["--DDP-impl --data-impl"]
+    short = lint(f"torchrun t.py {DESCRIBED} --train-iters 9000 --lr-decay-iters 90 --lr-warmup-iters 80")
+    assert ids(short)["schedule-apart"] == 1  # of the decay, not of the warm-up's share of it as well
 
 
 def test_flags_that_a_checkpoint_holds_are_not_absent():
@@ -1486,7 +1492,8 @@ def test_flags_of_another_parser_are_a_note_and_nothing_is_lacking():
     found = lint(f"python train.py {DESCRIBED} {OF_ANOTHER} --hidden-sise 8")
     assert ids(found) == Counter({"unknown-flag": 1})  # the misspelt one is told apart
     assert "--sglang-mem-fraction" in report.text(found)
-    assert not ids(lint(f"python pretrain_gpt.py {DESCRIBED} --use-mcore-models"))["old-flag"]
+    old = lint(f"python pretrain_gpt.py {DESCRIBED} --use-mcore-models --moe-enable-deepep")
+    assert "--moe-enable-deepep (use `--moe-flex-dispatcher-backend deepep`)" in " ".join(report.text(old).split())
     megatrons = lint(f"python pretrain_gpt.py {DESCRIBED} {OF_ANOTHER}")
     assert not ids(megatrons)["unknown-flag"] and ids(megatrons)["missing-flag"]  # `rollout` is no `global` misspelt
     assert "0.19.2's parser stops at --rollout-batch-size, --actor-num-nodes, --sglang-mem-fraction" in " ".join(
@@ -1724,6 +1731,14 @@ MIXTRAL = " ".join(words(MOE | {"--moe-router-topk": None, "--untie-embeddings-a
         ("given-twice", "o.sh", f"A=(\n# Overrides\n--lr 2\n)\ntorchrun t.py {DESCRIBED} --lr 1 ${{A[@]}}", ("# Over", "# L")),
         ("idle-flag", "d.sh", f"torchrun t.py {DESCRIBED} --wandb-name x --wandb-project y", ("--wandb-name x", "--its-name x")),
         ("idle-flag", "n.yaml", "policy: {megatron_cfg: {optimizer: {optimizer_cpu_offload: false, optimizer_offload_fraction: 0.5}}}", ()),
+        ("bad-value", "sweep.yaml", "num_layers: [4]\nhidden_size: [64]\nmoe_router_topk: [8, 16]\nlr: [0.1]", ("[4]", "4.5")),
+        ("bad-value", "old.sh", f"python t.py {DESCRIBED} --warmup .01", ("--warmup", "--log-interval")),
+        ("removed-flag", "d.sh", f"deepspeed pretrain_gpt.py {DESCRIBED} --checkpoint-activations --zero-stage 1", ("--zero-stage 1", "")),
+        ("unknown-flag", "f.sh", f"torchrun pretrain_gpt.py {DESCRIBED} --no-bias --data-impl a --its-b --its-c", (" --its-b --its-c", "")),
+        ("bad-value", "f.sh", f"torchrun pretrain_gpt.py {DESCRIBED} --normalization rmsnorm --its-a --its-b --its-c", ("--its-c", "")),
+        ("muon-tp-mode", "m.sh", f"torchrun t.py {DESCRIBED} --optimizer muon", ("muon", "muon --tensor-model-parallel-size 2")),
+        ("offload-resume", "rl.sh", f"python train.py {OF_ANOTHER} --optimizer-cpu-offload --load x", ("train.py", f"t.py {DESCRIBED}")),
+        ("given-twice", "e.sh", f"python evaluate.py {DESCRIBED} --num-layers -1", ("evaluate", "t")),
         ("window-size", "v.json", '{"vision": {"hidden_size": 8, "window_size": 112}}', ()),
         ("default-positions", "x.sh", f"torchrun t.py {DESCRIBED} --num-experts 8", ("--num-experts 8", "--num-experts 8 --swiglu")),
         ("default-bias", "neox.sh", f"torchrun t.py {DESCRIBED} --swiglu", ("--swiglu", "--swiglu --normalization RMSNorm")),

@@ -19,7 +19,6 @@ from nam_megatron.errors import Refused
 from nam_megatron.lint import __main__ as command
 from nam_megatron.lint import describe, lint, recipe, report
 from nam_megatron.lint.read import of_file
-from nam_megatron.lint.rules import parser
 from nam_megatron.lint.values import REMOVED
 from nam_megatron.targets import current
 
@@ -112,7 +111,7 @@ LOST = {
     "mla_refused.txt": ("--mscale-all-dim --rotary-scaling-factor apply_rope_fusion eval_interval number", "--num-query-groups", False),
     "pipeline_layout.sh": ("--hybrid-layer-pattern --pipeline-model-parallel-size eval_interval",
                            "--num-virtual-stages-per-pipeline-rank", True),
-    "training.yaml": ("--data-path --openai-gelu GPT bias_gelu_fusion eval_interval", "--batch-size --use-flash-attn", True),
+    "training.yaml": ("--data-path --openai-gelu GPT bias_gelu_fusion eval_interval", "--use-flash-attn", True),
 }  # fmt: skip
 
 
@@ -177,22 +176,17 @@ def test_a_recipe_is_for_as_many_gpus_as_its_launch(gpus):
 # Flags of other times and of other programs -------------------------------------------------------------------------------------
 
 
-def gone() -> dict[str, tuple[str, str]]:
-    """flag -> its rule and its hint."""
-    old = {current().by_dest[dest].name: ("old-flag", hint) for dest, hint in parser.OLD.items()}
-    past = {current().by_dest[dest].name: ("gone-flag", hint) for dest, hint in parser.GONE.items()}
-    return old | past | {flag: ("removed-flag", hint) for flag, hint in REMOVED.items()}
-
-
 def test_a_flag_of_another_time_is_found_with_a_hint_that_can_be_followed():
-    for flag, (rule, hint) in gone().items():
+    for flag, hint in REMOVED.items():
         known = current().flags.get(flag)
         found = [
-            f for f in launch(GPT, {flag: "3" if known and known.action == "store" else True}).findings if f.id == rule
+            f
+            for f in launch(GPT, {flag: "3" if known and known.action == "store" else True}).findings
+            if f.id == "removed-flag"
         ]
         assert len(found) == 1 and found[0].fix == hint, flag
         named = re.findall(r"`(--[\w-]+)", hint)
-        assert all(current().by_name(name) and name not in gone() for name in named), flag
+        assert all(current().by_name(name) and name not in REMOVED for name in named), flag
 
 
 NEEDED = "missing-flag", "fp32"

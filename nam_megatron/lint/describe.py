@@ -7,7 +7,8 @@ from itertools import pairwise
 from nam_megatron.blocks.mamba2.read import SIZES
 from nam_megatron.errors import counted
 from nam_megatron.lint.model import ATTENTION, SYMBOLS, TITLES, Model, known
-from nam_megatron.lint.rules.parser import ALIASES, IDLE, left_open, own
+from nam_megatron.lint.rules.companions import idle
+from nam_megatron.lint.rules.parser import ALIASES, IDLE, OLD, left_open, own
 from nam_megatron.lint.values import Args, NotKnown, Open
 
 # Said by few launches, and part of what is trained: shown as written.
@@ -18,7 +19,8 @@ ALSO = (
     "qk_clip", "qk_clip_alpha", "qk_clip_threshold", "moe_router_bias_update_rate", "moe_router_force_biased",
     "moe_router_force_load_balancing", "moe_apply_probs_on_input", "moe_enable_routing_replay", "moe_token_drop_policy",
     "moe_router_quantile_balancing_ema", "moe_expert_rank_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_use_upcycling",
-    "mtp_use_repeated_layer", "mtp_detach_heads", "dsa_indexer_use_sparse_loss", "dsa_indexer_scoring_relu",
+    "mtp_use_repeated_layer", "mtp_detach_heads", "mtp_hybrid_override_pattern", "no_weight_decay_cond_type",
+    "dsa_indexer_use_sparse_loss", "dsa_indexer_scoring_relu",
     "dsa_indexer_rope_interleaved", "dsa_indexer_k_norm_epsilon", "dsa_indexer_rotate_activation", "mamba_training_ssm_states_dtype",
     "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads",
     "freeze_all_layers", "calculate_per_token_loss", "eod_mask_loss", "reset_position_ids", "reset_attention_mask",
@@ -87,10 +89,15 @@ def notes(a: Args, m: Model) -> Iterator[str]:
         yield f"no flags of Megatron {a.target.pin}: {', '.join(a.foreign[:8])}{more}; {whose}: of no flag is said that it lacks"
     if a.of_no_training:
         yield f"{a.launch.script} is given neither layers nor a batch nor a length: what is not said here is left to it"
-    if idle := [a.written(name) for name in IDLE if a.said(name)]:
-        yield f"read, and of no effect in this Megatron: {', '.join(idle)}"
-    if old := [a.written(name) for name in ALIASES if a.said(name) and not a.switched_off(name)]:
+    if unread := [a.written(name) for name in IDLE if a.said(name)]:
+        yield f"read, and of no effect in this Megatron: {', '.join(unread)}"
+    names = dict.fromkeys(ALIASES, "") | {name: f" ({hint})" for name, hint in OLD.items()}
+    if old := [a.written(name) + hint for name, hint in names.items() if a.said(name) and not a.switched_off(name)]:
         yield f"deprecated, and read as before in this Megatron: {', '.join(old)}"
+    if without := [found.replace("\t", " ") for found in idle(a, m, "noted")]:
+        yield f"of no effect here: {', '.join(without)}"
+    if known(lambda: a.attention_backend == "flash" and m.attends):
+        yield "--attention-backend flash wants flash-attn installed: it switches cuDNN's attention off"
     if known(lambda: m.from_elsewhere):
         yield f"part of the description is elsewhere ({', '.join(m.from_elsewhere)}): what is said here is of these flags alone"
     if words := [t.about for t in a.trouble if t.rule == "unknown-variable"]:

@@ -407,6 +407,13 @@ def _yaml(text: str, target: Target, name: str) -> Launch:
         what = f"`{name}` says {quoted(mapped[:3])} by names, as a table of another program's fields does: nothing is started with it"
         raise Refused(Problem(what, hint=FORMS))
     dashed = any(name.startswith("--") for _, name, _ in entries)
+    if swept := [name for _, name, node in entries if _swept(name, node, target)]:
+        notes.append(
+            f"lists where a flag takes one value, as a sweep has them: read is the first of each, {len(swept)} here"
+        )
+        entries = [
+            (path, name, node.value[0] if name in swept and node.value else node) for path, name, node in entries
+        ]
     for _, name, node in entries:
         if name.startswith("--") or not dashed:
             words += _entry(name, _with_default(node, unset), target, dashed)
@@ -417,6 +424,14 @@ def _yaml(text: str, target: Target, name: str) -> Launch:
     # Another program's class has the rest, or another file: this one describes a model.
     partial = bool(bases) or not trains or (isinstance(root, yaml.MappingNode) and "_target_" in keys)
     return Launch(target, tuple(words), "yaml", text, env, notes=tuple(notes), partial=partial)
+
+
+def _swept(name: str, node: yaml.Node, target: Target) -> bool:
+    """Whether a list stands where a flag takes one value, and not a list in one text."""
+    flag = target.by_name("--" + name.lstrip("-").replace("_", "-")) or target.by_dest.get(name.replace("-", "_"))
+    return (
+        isinstance(node, yaml.SequenceNode) and flag is not None and not flag.nargs and flag.type not in others.AS_TEXT
+    )
 
 
 def _names_one(name: str, node: yaml.Node, target: Target) -> bool:

@@ -73,6 +73,11 @@ REMOVED = {
     "--s3-cache-path": "use `--object-storage-cache-path`",
     "--tokenizer-hf-use-fast": "on by default; `--tokenizer-hf-no-use-fast` switches it off",
     "--tokenizer-hf-include-special-tokens": "on by default; `--tokenizer-hf-no-include-special-tokens` switches it off",
+    # Parsed still, and then refused.
+    "--batch-size": "use `--micro-batch-size`",
+    "--warmup": "use `--lr-warmup-fraction`",
+    "--model-parallel-size": "use `--tensor-model-parallel-size`",
+    "--checkpoint-activations": "use `--recompute-activations`",
 }
 
 
@@ -327,7 +332,7 @@ class Args:
         """The flag of a name, and the truth a flag without a value stands for under it."""
         name = name.replace("_", "-") if self._underscores else name
         flag = self.target.by_name(name)
-        if flag is None:
+        if flag is None or name in REMOVED:
             return None, True
         return flag, not (flag.action == "store_false" or (flag.action == "boolean" and name.startswith("--no-")))
 
@@ -415,7 +420,8 @@ def nearly_a_choice(bad: Trouble) -> bool:
         return False
     value, choices = bad.about.partition(" ")[2], bad.detail.removeprefix(CHOICES).strip().split(", ")
     close = difflib.get_close_matches(value, choices, 1, 0.75)
-    return bool(close) and not value.startswith(close[0])  # `adamw` is a word of its own
+    # `adamw` is a word of its own, and `rmsnorm` another program's spelling.
+    return bool(close) and not value.startswith(close[0]) and value.lower() != close[0].lower()
 
 
 def _flat(value: Any) -> str:

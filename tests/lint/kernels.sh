@@ -1,5 +1,5 @@
 #!/bin/bash
-# finds: fused-cross-entropy-te flash-backend squared-relu-fusion default-bias recompute recompute
+# finds: fused-cross-entropy-te squared-relu-fusion default-bias recompute recompute
 # megatron: refuses
 torchrun --nproc-per-node 8 pretrain_hybrid.py --hybrid-layer-pattern 'M-M*-' --cross-entropy-loss-fusion --cross-entropy-fusion-impl te \
   --attention-backend flash --squared-relu --recompute-granularity full --hidden-size 1024 --num-attention-heads 16 --mamba-num-heads 32 \

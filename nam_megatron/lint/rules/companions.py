@@ -49,17 +49,18 @@ def _lacking(a: Args, m: Model, which: str, given_elsewhere: bool = False) -> It
         flags = row["flags"].split()
         beginnings = tuple(flag for flag in flags if flag.endswith("_"))
         for name in (name for name in a.given if name in flags or name.startswith(beginnings)):
-            asks = not off(a, name) if which == "idle" and "always" not in row else not a.switched_off(name)
+            asks = not off(a, name) if which in ("idle", "noted") and "always" not in row else not a.switched_off(name)
             told = a.any_said(*re.findall(r"[a-z]\w+", row["with"])) or not given_elsewhere
             if asks and told and not known(partial(_is_so, a, m, row["with"]), True):
                 yield f"{a.written(name)}\twants {row['wants']}"
 
 
-def _idle(a: Args, m: Model) -> Iterator[str]:
+def idle(a: Args, m: Model, which: str = "idle") -> Iterator[str]:
+    """Flags that do nothing, each with what it wants."""
     if a.launch.kind == "container" or (a.launch.kind == "yaml" and a.elsewhere):
         return  # Bridge writes every field, in use or not, and so do other programs' files
     families = {flag.lstrip("-").split("-")[0] for flag in strangers(a)}
-    for found in _lacking(a, m, "idle", incomplete(a, m)):
+    for found in _lacking(a, m, which, incomplete(a, m)):
         if found[2:].split("-")[0] not in families:  # else what it stands on may be a flag of the script's own
             yield found
 
@@ -69,7 +70,7 @@ RULES = (
         "idle-flag",
         FRAGILE,
         "",
-        _idle,
+        idle,
         "no effect without what it stands on",
         "give what it wants, or leave it out",
         CONFIG,

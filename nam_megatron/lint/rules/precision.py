@@ -163,13 +163,4 @@ RULES = (
         "use `--cross-entropy-fusion-impl native`",
         VALIDATE,
     ),
-    Rule(
-        "flash-backend",
-        COST,
-        "attention_backend",
-        lambda a, m: a.attention_backend == "flash" and m.attends and not a.launch.partial,
-        "switches cuDNN's attention off; without flash-attn installed no backend is left",
-        "use `--attention-backend auto`",
-        "core/transformer/transformer_config.py, measured on H200",
-    ),
 )

@@ -83,9 +83,9 @@ def _apart(a: Args, m: Model) -> Iterator[str]:
             continue
         if 0 < decay <= train / 5:
             yield f"{a.written(f'lr_decay_{unit}')}\t{1 - decay / train:.0%} of the training is at --min-lr"
-        if 5 * train <= decay < 50 * train:  # beyond that a trial, whose schedule is that of the long run
+        elif 5 * train <= decay < 50 * train:  # beyond that a trial, whose schedule is that of the long run
             yield f"{a.written(f'lr_decay_{unit}')}\tthe training ends at {train / decay:.0%} of it, far above --min-lr"
-        if share >= 0.5:
+        elif share >= 0.5:
             name = "lr_warmup_fraction" if a.lr_warmup_fraction else f"lr_warmup_{unit}"
             yield f"{a.written(name)}\t{share:.0%} of the schedule is warm-up"
         if unit == "samples" and batch and 0 < warm < 10 * batch:
@@ -181,7 +181,7 @@ RULES = (
         "offload-resume",
         OPEN,
         "optimizer_cpu_offload",
-        lambda a, m: a.optimizer_cpu_offload and bool(a.load or a.pretrained_checkpoint),
+        lambda a, m: not a.elsewhere and a.optimizer_cpu_offload and bool(a.load or a.pretrained_checkpoint),
         "an optimizer on the CPU keeps copies of the weights of its own: after a checkpoint losses that begin anew were reported, with its "
         "state (Megatron-LM issues 1842, 2775) and, of weights alone, with the cause (pull request 5071)",
         "compare the first loss with the last one before, or keep the optimizer on the GPU",
@@ -284,7 +284,7 @@ RULES = (
         "muon-tp-mode",
         FRAGILE,
         "muon_tp_mode|optimizer",
-        lambda a, m: a.optimizer in ("muon", "dist_muon") and not a.said("muon_tp_mode"),
+        lambda a, m: a.optimizer in ("muon", "dist_muon") and m.tp > 1 and not a.said("muon_tp_mode"),
         "blockwise today; Megatron 0.20 has another default",
         "say `--muon-tp-mode`",
         "core/optimizer/optimizer_config.py",
