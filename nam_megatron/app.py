@@ -98,21 +98,22 @@ def _besides(refused: Refused, also: Mapping[str, str]) -> Refused:
     )
 
 
-def _preset(conf: str) -> list[str]:
-    """The words that choose a preset: of its name, or of a published model's config.json, by file or folder."""
+def published(conf: str) -> Path | None:
+    """The config.json that `conf=` names, by file or folder; None of a preset's name. Raises Refused."""
     at = Path(conf) / "config.json" if Path(conf).is_dir() else Path(conf)
     if at.suffix != ".json" or not at.is_file():
-        return [f"preset={conf}"]
+        return None
     if conf == at.parent.name and (conf_dir() / "preset" / f"{conf}.yaml").is_file():
         hint = f"write `conf=./{conf}` for the folder; the preset is what `conf={conf}` means where there is none"
-        raise Refused(
-            Problem(
-                f"`{conf}` is a preset, and a folder here with a model in it",
-                key="conf",
-                hint=hint,
-                law="folder-or-preset",
-            )
-        )
+        message = f"`{conf}` is a preset, and a folder here with a model in it"
+        raise Refused(Problem(message, key="conf", hint=hint, law="folder-or-preset"))
+    return at
+
+
+def _preset(conf: str) -> list[str]:
+    """The words that choose a preset: of its name, or of a published model's config.json."""
+    if (at := published(conf)) is None:
+        return [f"preset={conf}"]
     from nam_megatron.lint.preset import of_config
 
     name, folder = of_config(at)

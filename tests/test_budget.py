@@ -1216,6 +1216,8 @@ def test_what_a_published_config_leaves_open_is_asked_for_or_said(tmp_path):
     for sentence in ("num_nextn_predict_layers: 1", "layout, precision, data"):
         assert any(sentence in note for note in notes)
     assert not any("sequence length" in note for note in notes)
+    asked = run(f"conf={file}", "schedule.micro_batch_size=1")  # no learning rate, which memory has no use for
+    assert asked.code == 2 and "does not say `model.seq_length` and `schedule.global_batch_size`," in asked.err
 
 
 def test_no_dense_model_is_sent_to_expert_parallelism():

@@ -231,10 +231,16 @@ def _serve(ours: Budget, words: Mapping[str, Any]) -> int:
 
 
 def main() -> None:
-    words = sys.argv[1:]
+    finish(lambda: _run(sys.argv[1:]))
+
+
+def _run(words: Sequence[str]) -> NoReturn:
+    conf = next((word for word in words if word.startswith("conf=")), "")
+    if at := app.published(conf.removeprefix("conf=")):  # it says nothing of a training, and memory has no use for that
+        words = [str(at), *(word for word in words if word != conf)]
     if not container.is_file(words):
         command()
-    finish(lambda: container.run(words, command))
+    container.run(words, command)
 
 
 def command() -> NoReturn:

@@ -13,7 +13,7 @@ from typing import NoReturn, get_args
 
 from nam_megatron.compile.lower import translate
 from nam_megatron.conf import conf_dir
-from nam_megatron.errors import Problem, Refused, raise_if
+from nam_megatron.errors import Problem, Refused, quoted, raise_if
 from nam_megatron.lint import lint, recipe
 from nam_megatron.lint.model import Model
 from nam_megatron.lint.preset import keep, stops
@@ -53,13 +53,8 @@ HELD = re.compile(
     r"fine-grained-activation-offloading|offload-modules|fp4|use-torch-fsdp2|moe-pad-expert-input|padded-moe|"
     r"num-distributed-optimizer-instances (?!1$))"
 )
-FREE = (
-    "model.init_std",
-    "optim.lr",
-    "optim.min_lr",
-    "optim.warmup_steps",
-    "schedule.train_steps",
-)  # of a training; memory has no use for them
+# Of a training; memory has no use for them.
+FREE = ("model.init_std", "optim.lr", "optim.min_lr", "optim.warmup_steps", "schedule.train_steps")
 # The longest that a model takes is in its place, and no choice of a training's.
 LENGTH = "sequence length: "
 # Nemotron's YAML: sections that say when, where and how fast, and not how much.
@@ -157,12 +152,9 @@ def _unread(lost: Sequence[str], made: recipe.Made, said: Sequence[str], idle: C
     target, settings = current(), (recipe.as_it_stands(made.recipe, []) or translate(made.recipe)).by_name
     given = {word.lstrip("+").partition("=")[0] for word in said}
     length = ["model.seq_length"] if any(line.startswith(LENGTH) for line in lost) else []
-    for left in [*length, *made.unsaid]:
-        if left not in given and left not in FREE:
-            yield Problem(
-                f"the file does not say `{left}`, or says what no recipe has",
-                hint=f"say what holds there: `{left}=...` behind the file",
-            )
+    if left := [key for key in (*length, *made.unsaid) if key not in given and key not in FREE]:
+        hint = f"say what holds there, behind the file: `{' '.join(f'{key}=...' for key in left)}`"
+        yield Problem(f"the file does not say {quoted(left)}, or says what no recipe has", hint=hint)
     for line in lost:
         if _sentence(line):
             continue
