@@ -29,8 +29,9 @@ class Events:
     """What came of a run by its own word. world: how many ranks there are; planned: steps, interval: of them from line to line.
 
     ends: how each rank has ended, badly where its last process said so; last: what each has said last.
-    again: a step that one process said after it, a later one, or its end; early: one that it said before its start; worlds: of how many
-    ranks somebody said to be one.
+    loaded: steps of checkpoints, 0 of none; firsts: the step that each process said first.
+    again: a step that one process said after it, a later one, or its end; early: one that it said before its start; stray: one that
+    another process than the last rank's newest said; worlds: of how many ranks somebody said to be one.
     """
 
     world: int
@@ -43,11 +44,13 @@ class Events:
     last: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     starts: Counter[int] = field(default_factory=Counter)
     mends: Mapping[str, Any] | None = None
-    loaded: int = 0
+    loaded: set[int] = field(default_factory=lambda: {0})
+    firsts: set[int] = field(default_factory=set)
     strange: int = 0
     missing: int = 0
     again: int = 0
     early: int = 0
+    stray: int = 0
     worlds: set[int] = field(default_factory=set)
     _process: dict[int, int] = field(default_factory=dict)
     _heard: dict[tuple[Any, int], int] = field(default_factory=dict)
@@ -99,7 +102,7 @@ class Events:
             if went_well(self.ends.get(rank)):  # a bad end stays
                 self.ends[rank] = event
         elif kind == "loaded":
-            self.loaded = max(self.loaded, event["step"])
+            self.loaded.add(event["step"])
         elif kind == "mends":
             self.mends = dict(event["stood"])
         elif kind == "step":
@@ -109,6 +112,9 @@ class Events:
             over = self.ends.get(rank, {}).get("pid") == event["pid"]
             self.again = self.again or event["step"] * (over or event["step"] <= self._at.get(by, 0))
             self.early = self.early or event["step"] * (by not in self._at)
+            newest = self.world - 1, self._process.get(rank, event["pid"])
+            self.stray = self.stray or event["step"] * (by != newest)
+            self.firsts |= {event["step"]} if not self._at.get(by) else set()
             self._at[by] = event["step"]
             self.said.steps[event["step"]] = steps.Step(event["step"], event["of"], values, when)
         elif kind in ("saving", "scheduled", "saved"):
@@ -155,7 +161,7 @@ class Events:
         """What a run that says that it went well says against it."""
         if self.failure:
             return None
-        told = max((self.loaded, *self.said.steps))
+        last = max((*self.loaded, *self.said.steps))
         done = max((end["step"] for end in self.ends.values() if end["step"] is not None), default=None)
         if done is None:
             return None
@@ -163,12 +169,16 @@ class Events:
             return f"ranks ended at different steps, at {self.last_step} and {done}"
         if self.planned is not None and done > self.planned:
             return f"it ended at step {done}, beyond the {self.planned} of the plan"
-        if self.interval and not told <= done < told + self.interval:
-            return f"it ended at step {done}, and the last line is of step {told}"
+        if self.interval and not last <= done < last + self.interval:
+            return f"it ended at step {done}, and the last line is of step {last}"
         if self.planned and (other := {step.total for step in self.said.steps.values()} - {self.planned}):
             return f"it trained for {max(other)} steps, and the plan has {self.planned}"
         if self.interval and (far := [p for p in pairwise(sorted(self.said.steps)) if p[1] - p[0] > self.interval]):
             return f"no line is of a step between {far[0][0]} and {far[0][1]}"
+        if cut := [
+            n for n in self.firsts if self.interval and all(not 0 < n - at <= self.interval for at in self.loaded)
+        ]:
+            return f"a process began with step {min(cut)}, and no checkpoint of the steps before it was loaded"
         if self.again:
             return f"one process said step {self.again} again, after a later one, or after its end"
         if self.early:
@@ -178,6 +188,10 @@ class Events:
                 return f"the {what} of step {nan[0]} is no number"
         if self.said.steps and not any(steps.LOSS in step.values for step in self.said.steps.values()):
             return "no step has a loss: all were skipped, and nothing was trained"
+        if bare := [
+            n for n, s in self.said.steps.items() if steps.LOSS not in s.values and not s.values.get(steps.SKIPPED)
+        ]:
+            return f"step {bare[0]} has no loss, and was not skipped"
         if beyond := max((rank for rank in self.last if rank >= self.world), default=None):
             return f"there is no rank {beyond} in a world of {self.world}"
         begun = {save.step: save.done for save in self.said.saves}  # as was said of each last
@@ -187,6 +201,8 @@ class Events:
             return f"it ended at step {done}, and a checkpoint is of step {max(begun)}"
         if other := self.worlds - {self.world}:
             return f"a rank is of a world of {min(other)}, and there are {self.world}"
+        if self.stray:
+            return f"step {self.stray} was said by another process than the last rank's newest, which has the loss"
         return None
 
     @property

@@ -345,18 +345,18 @@ def ending(folder: Path, code: int, signals: list[str] = [], world: int = 1) -> 
         ([end(None)], 0, [], ("interrupted", 1, "the trainer ended without saying at which step")),
         ([step(3), end(3)], 0, [], ("interrupted", 1, "the trainer ended at step 3 of 5")),
         *(([end(n)], 0, [], ("interrupted", 1, f"the trainer ended at step {n} of 5")) for n in (0, 2)),
-        ([step(5), end(5)], 0, [], ("completed", 0, None)),
-        ([step(5), end(5, "signal")], 0, ["SIGTERM"], ("completed", 0, "SIGTERM came too late to matter")),
+        ([step(2), step(5), end(5)], 0, [], ("completed", 0, None)),
+        ([step(2), step(5), end(5, "signal")], 0, ["SIGTERM"], ("completed", 0, "SIGTERM came too late to matter")),
         ([step(3), end(3, "signal")], 0, ["SIGTERM"], ("interrupted", 1, "SIGTERM; torchrun ended with 0")),
         ([step(3)], -15, ["SIGTERM"], ("interrupted", 1, "SIGTERM; torchrun ended with -15")),
-        ([step(4), end(4, "planned stop")], 0, [], ("completed", 0, "stopped at step 4 of 5, as `schedule.stop_every` says")),
+        ([step(3), step(4), end(4, "planned stop")], 0, [], ("completed", 0, "stopped at step 4 of 5, as `schedule.stop_every` says")),
         # What log_interval=3 hides: the last line says 3, the trainer says where it was.
         ([step(3), end(4, "signal")], 0, ["SIGTERM"], ("completed", 0, "stopped at step 4 of 5, as `schedule.stop_every` says")),
         ([step(3), end(5)], 0, [], ("completed", 0, None)),
-        ([step(5)], 0, [], ("failed", 1, "torchrun ended with 0, but rank 0 did not say its end in `events.jsonl`")),
-        ([step(5), end(5, "error", 0, error="KeyError")], 0, [], ("failed", 1, "torchrun ended with 0, but a rank says: KeyError, rank 0")),
-        ([step(5), end(5, "gave up", None)], 0, [], ("failed", 1, "torchrun ended with 0, but rank 0 ended without a code: gave up")),
-        ([step(5), end(5)], 7, [], ("failed", 1, "torchrun ended with 7: no rank and no line of the log says why")),
+        ([step(2), step(5)], 0, [], ("failed", 1, "torchrun ended with 0, but rank 0 did not say its end in `events.jsonl`")),
+        ([step(3), end(5, "error", 0, error="KeyError")], 0, [], ("failed", 1, "torchrun ended with 0, but a rank says: KeyError, rank 0")),
+        ([step(3), end(5, "gave up", None)], 0, [], ("failed", 1, "torchrun ended with 0, but rank 0 ended without a code: gave up")),
+        ([step(2), step(5), end(5)], 7, [], ("failed", 1, "torchrun ended with 7: no rank and no line of the log says why")),
         ([step(3), end(3, "out of memory", 1)], 1, [], ("failed", 1, "torchrun ended with 1: out of memory, rank 0")),
         ([end(3, "not a number", 1)], 1, [], ("failed", 1, "torchrun ended with 1: not a number, rank 0")),
         ([end(3, "error", 1, error="KeyError")], 1, [], ("failed", 1, "torchrun ended with 1: KeyError, rank 0")),
@@ -372,15 +372,15 @@ def test_how_it_ended(tmp_path, said, code, signals, expected):
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        ([step(5), end(5, "done", 1)], "a rank says: done with code 1, rank 0"),
-        ([step(5), end(3, "error", 1), end(5)], "a rank says: an exception of another class, rank 0"),
-        ([step(5), end(5), end(5, "error", 1)], "a rank says: an exception of another class, rank 0"),
-        ([step(5), end(3, "exploded", 1), end(5)], "1 lines are missing from `events.jsonl`"),
+        ([step(2), step(5), end(5, "done", 1)], "a rank says: done with code 1, rank 0"),
+        ([step(2), step(5), end(3, "error", 1), end(5)], "a rank says: an exception of another class, rank 0"),
+        ([step(2), step(5), end(5), end(5, "error", 1)], "a rank says: an exception of another class, rank 0"),
+        ([step(2), step(5), end(3, "exploded", 1), end(5)], "1 lines are missing from `events.jsonl`"),
         ([step(2), end(5)], "it ended at step 5, and the last line is of step 2"),
-        ([step(5), step(6), end(5)], "it ended at step 5, and the last line is of step 6"),
+        ([step(2), step(5), step(6), end(5)], "it ended at step 5, and the last line is of step 6"),
         ([step(7), end(7)], "it ended at step 7, beyond the 5 of the plan"),
-        ([step(5) | {"of": 9}, end(5)], "it trained for 9 steps, and the plan has 5"),
-        ([step(5), {"event": "saving", "step": 5}, end(5)], "the checkpoint of step 5 was begun and not finished"),
+        ([step(2), step(5) | {"of": 9}, end(5)], "it trained for 9 steps, and the plan has 5"),
+        ([step(2), step(5), {"event": "saving", "step": 5}, end(5)], "the checkpoint of step 5 was begun and not finished"),
         ([{"event": "loaded", "step": 5}, end(5)], None),
         ([*({"event": "loaded", "step": n} for n in (9, 2)), step(5), end(5)], "it ended at step 5, and the last line is of step 9"),
         ([step(1), step(5), end(5)], "no line is of a step between 1 and 5"),
@@ -389,12 +389,15 @@ def test_how_it_ended(tmp_path, said, code, signals, expected):
         ([step(3), end(5), step(5)], "one process said step 5 again, after a later one, or after its end"),
         ([step(2), step(5) | {"loss": "nan"}, end(5)], "the loss of step 5 is no number"),
         *(([step(2), step(5) | {"grad_norm": norm}, end(5)], "the gradient norm of step 5 is no number") for norm in ("nan", "inf")),
-        ([step(2) | {"loss": None}, step(5) | {"grad_norm": None}, end(5)], None),  # fp16's first steps are skipped
+        ([step(2) | {"loss": None, "skipped": 2}, step(5) | {"grad_norm": None}, end(5)], None),  # fp16's first steps are skipped
+        ([step(3) | {"loss": None}, step(5), end(5)], "step 3 has no loss, and was not skipped"),
+        ([{"event": "loaded", "step": 1}, step(5), end(5)],
+         "a process began with step 5, and no checkpoint of the steps before it was loaded"),
         ([step(n) | {"loss": None} for n in (2, 5)] + [end(5)], "no step has a loss: all were skipped, and nothing was trained"),
-        ([step(5), end(5, "done", None)], "rank 0 ended without a code: done"),
-        ([step(5), *({"event": word, "step": 9} for word in ("saving", "saved")), end(5)],
+        ([step(2), step(5), end(5, "done", None)], "rank 0 ended without a code: done"),
+        ([step(2), step(5), *({"event": word, "step": 9} for word in ("saving", "saved")), end(5)],
          "it ended at step 5, and a checkpoint is of step 9"),
-        ([step(5), *({"event": word, "step": 5} for word in ("saving", "saved", "saving", "scheduled")), end(5)],
+        ([step(2), step(5), *({"event": word, "step": 5} for word in ("saving", "saved", "saving", "scheduled")), end(5)],
          "the checkpoint of step 5 was begun and not finished"),
     ],
 )  # fmt: skip
@@ -411,6 +414,23 @@ def test_a_step_of_a_process_that_never_began_is_of_no_run(tmp_path):
         line |= {"pid": pid, "n": number}  # none is missing
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert "step 2 was said by a process that had not said its start" in ending(tmp_path, 0)[2]
+
+
+@pytest.mark.parametrize("other", [{"rank": 0}, {"pid": 9}])
+def test_two_that_say_one_step_are_believed_neither(tmp_path, other):
+    """It was completed, at the loss and the tokens/s of whoever said it last."""
+    for rank, said in enumerate(([end(5)], [step(2), step(5), end(5)])):
+        said_by(tmp_path, *said, rank=rank)
+    file = tmp_path / events.FILE
+    lines = [json.loads(line) | ({"world": 2} if "start" in line else {}) for line in file.read_text().splitlines()]
+    ended_by = []
+    for more in ([], [lines[3] | other | {"loss": 1.0, "n": 2}]):
+        begins = [lines[2] | other] * ("pid" in other)
+        at = 1 + 2 * ("pid" in other)
+        file.write_text("".join(json.dumps(line) + "\n" for line in (*begins, *lines[:at], *more, *lines[at:])))
+        ended_by.append(ending(tmp_path, 0, world=2))
+    assert ended_by[0] == ("completed", 0, None)
+    assert ended_by[1][2].endswith("step 2 was said by another process than the last rank's newest, which has the loss")
 
 
 @pytest.mark.parametrize(("left", "code"), [("no room", 1), (None, 0), (16, 16)])
@@ -438,11 +458,11 @@ def test_all_ranks_have_to_end_and_the_one_that_failed_first_is_named(tmp_path):
     assert ending(tmp_path, 0, world=2)[2].endswith("ranks ended at different steps, at 4 and 5")
     (alone := tmp_path / "alone").mkdir()
     for rank in (0, 1):
-        said_by(alone, step(5), end(5), rank=rank)
+        said_by(alone, step(2), step(5), end(5), rank=rank)
     assert ending(alone, 0, world=2)[2].endswith("a rank is of a world of 1, and there are 2")
     beyond = tmp_path / "beyond"
     beyond.mkdir()
-    for rank, said in enumerate(([end(5)], [end(5)], [step(5)])):
+    for rank, said in enumerate(([end(5)], [end(5)], [step(2), step(5)])):
         said_by(beyond, *said, rank=rank)
     assert ending(beyond, 0, world=2)[2].endswith("there is no rank 2 in a world of 2")
     first, _, rest = (beyond / events.FILE).read_text().partition("\n")
@@ -611,7 +631,8 @@ def test_hosts_of_a_job_have_files_of_their_own(tmp_path):
             {"NAM_MEGATRON_RUN": "mine", "RANK": host, "WORLD_SIZE": "2", "GROUP_RANK": host, "GROUP_WORLD_SIZE": "2"},
             "megatron",
         )
-        record.say(**step(5))
+        if host == "1":
+            record.say(**step(3))
         record.done = 5
         record.end("done", 0)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["events.0.jsonl", "events.1.jsonl"]
