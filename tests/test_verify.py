@@ -1,5 +1,6 @@
 """verify agrees with what is right and objects to what is wrong, on Megatron's own parser and configs."""
 
+import io
 import json
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from nam_megatron.compile.lower import translate
 from nam_megatron.errors import Refused
 from nam_megatron.judge.expect import as_it_stands, worked_out
 from nam_megatron.recipe import load
+from nam_megatron.runtime.oracle import Oracle
 from nam_megatron.targets import current
 from nam_megatron.verify import MISMATCH, UNFINISHED, VERIFIED, expectations, reviewed_fields, summary, verify
 
@@ -308,3 +310,11 @@ def test_command_as_json():
     tree = json.loads(done.stdout)
     assert done.returncode == 0 and tree["verdict"] == VERIFIED
     assert all(row["agrees"] for row in tree["rows"])
+
+
+def test_a_megatron_that_is_killed_as_it_answers_is_no_traceback():
+    for said in ("", "\n", '{"error": nul'):
+        oracle = Oracle()
+        oracle._questions, oracle._answers = io.StringIO(), io.StringIO(said)
+        with pytest.raises(Refused, match="its process has ended"):
+            oracle.ask([], 1, (9, 0), {})

@@ -166,20 +166,31 @@ def rows(
     return tuple(sorted(found, key=_place))
 
 
-def silent(found: Iterable[Row], steps: Iterable[int]) -> str:
-    """What of a step was not compared at all, since one rank said nothing of it: nothing differs there, and nothing is proven."""
+def silent(found: Iterable[Row], layout: Iterable[Iterable], steps: Iterable[int]) -> str:
+    """What of a step was not compared at all, since one rank, or one of the layout's, said nothing of it: nothing is proven of that."""
     seen = {(row.what, row.step) for row in found}
     none = [f"{what} of step {n}" for n in steps for what in (LOSS, GRADIENT, WEIGHT) if (what, n) not in seen]
-    return f"nothing to compare: no {', no '.join(none)}" if none else ""
+    return f"nothing to compare: no {', no '.join(none)}" if none else mute(layout, steps)
+
+
+def mute(layout: Iterable[Iterable], steps: Iterable[int]) -> str:
+    """Of which step a rank of a layout said no gradient or no weight: another that holds the same would speak for it."""
+    for rank, said in enumerate(layout):
+        seen = {(what, step) for what, step, *_ in said}
+        if none := [f"{what} of step {n}" for n in steps for what in (GRADIENT, WEIGHT) if (what, n) not in seen]:
+            return f"rank {rank} said no {', no '.join(none)}"
+    return ""
 
 
 def equal_bits(one: Sequence[Iterable], two: Sequence[Iterable], plan: Plan, steps: Iterable[int]) -> tuple[Row, ...]:
     """Two runs of one layout, rank by rank: in how many ranks a tensor has other bits; in the order in which they were made."""
     wanted = set(steps)
-    ranks = [
-        {(step, name): bits for what, step, name, *bits in said if what == "bits" and step in wanted}
-        for said in (*one, *two)
-    ]
+    ranks: list[dict[tuple[int, str], list]] = []
+    for said in (*one, *two):
+        ranks.append(held := defaultdict(list))
+        for what, step, name, *bits in said:
+            if what == "bits" and step in wanted:
+                held[step, name] += bits  # a rank may hold several parts of a tensor, as of experts
     seen = dict.fromkeys(at for rank in ranks for at in rank)
     back = dict.fromkeys(at for rank in reversed(ranks) for at in rank)  # from the last stage to the first
     made = [at for what in MADE for at in (back if what == BACK else seen) if at[1].startswith(f"{what} ")]

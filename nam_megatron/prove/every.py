@@ -110,12 +110,8 @@ def _said(row: Row) -> str:
 def run_of(lowering: Lowering) -> Any:
     """What decides a run: Megatron's arguments, and of the recipe what goes by no argument."""
     plan = lowering.plan
-    return (
-        argv.words(lowering),
-        plan.layers,
-        plan.recipe.model.model_dump_json(),
-        plan.recipe.precision.model_dump_json(),
-    )
+    said = plan.recipe.model_dump_json(include={"model", "precision", "execution"})
+    return argv.words(lowering), plan.recipe.world_size, plan.layers, said
 
 
 def line(row: dict[str, Any]) -> str:

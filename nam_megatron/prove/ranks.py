@@ -54,8 +54,9 @@ def fork(world: int, job: Callable[[], int | None], limit_s: float = 180.0, devi
             for name in ("out", "err"):
                 (Path(folder) / f"{rank}.{name}").touch()
         ending.callback(_kill, children)  # also where an error ends this: the interpreter would wait for them
-        for child in children:
-            child.start()
+        for rank, child in enumerate(children):
+            with contextlib.nullcontext() if device == "cpu" else _printing(Path(folder), rank):
+                child.start()
         # Held here, as torchrun's agent does: a port that is free now and taken by rank 0 later may be somebody's by then. And after the
         # forks: the store answers from a thread, and what a thread has locked in libc while a fork is made stays locked in the child.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -137,9 +138,27 @@ def _take_along() -> None:
     multiprocessing.spawn.get_command_line = spawned
 
 
-def _child(job: Callable[[], int | None], rank: int, world: int, ports: Any, folder: Path, device: str) -> None:
+@contextlib.contextmanager
+def _printing(folder: Path, rank: int) -> Iterator[None]:
+    """What is started within prints into the files of a rank: one may die while it reads its job, before any line of ours."""
+    kept = [os.dup(fd) for fd in (1, 2)]
+    _to(folder, rank)
+    try:
+        yield
+    finally:
+        for fd, copy in enumerate(kept, 1):
+            os.dup2(copy, fd)
+            os.close(copy)
+
+
+def _to(folder: Path, rank: int) -> None:
     for fd, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY), fd)
+        os.dup2(file := os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_APPEND), fd)
+        os.close(file)
+
+
+def _child(job: Callable[[], int | None], rank: int, world: int, ports: Any, folder: Path, device: str) -> None:
+    _to(folder, rank)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     for number in ENDING:
         if signal.getsignal(number) is not signal.SIG_IGN:

@@ -90,10 +90,11 @@ class Oracle:
             self._questions.write(json.dumps(question) + "\n")
             self._questions.flush()
         line = self._answers.readline()
-        if not line:
+        try:
+            answer = json.loads(line)
+        except ValueError:  # nothing, or what the one that was to answer had said before it was killed
             hint = "`python -m nam_megatron.runtime.oracle` shows why"
-            raise Refused(Problem("Megatron cannot be asked: its process has ended", hint=hint))
-        answer = json.loads(line)
+            raise Refused(Problem("Megatron cannot be asked: its process has ended", hint=hint)) from None
         if "missing" in answer:
             raise ModuleNotFoundError(f"No module named {answer['missing']!r}", name=answer["missing"])
         if "broken" in answer:

@@ -282,8 +282,28 @@ def test_what_is_missing_or_no_number_differs(said, note):
 def test_what_was_never_compared_is_not_proven():
     found = [row(LOSS, 0.0), row(GRADIENT, 0.0), row(WEIGHT, 0.0), row(LOSS, 0.0, step=2), row(GRADIENT, 0.0, step=2)]
     nothing = ", ".join(f"no {what} of step 1" for what in (LOSS, GRADIENT, WEIGHT))
-    assert compare.silent(found, [1]) == "" and compare.silent([], [1]) == f"nothing to compare: {nothing}"
-    assert compare.silent(found, [1, 2]) == "nothing to compare: no weight of step 2"
+    said = [("gradient", 1, "w"), ("weight", 1, "w")]
+    assert compare.silent(found, [said], [1]) == "" and compare.silent([], [], [1]) == f"nothing to compare: {nothing}"
+    assert compare.silent(found, [said], [1, 2]) == "nothing to compare: no weight of step 2"
+    for mute, none in (
+        ([], "gradient of step 1, no weight"),
+        (said[:1], "weight"),
+    ):  # a replica, for which the other would speak
+        assert compare.silent(found, [said, mute], [1]) == f"rank 1 said no {none} of step 1"
+
+
+def test_a_rank_that_left_nothing_is_heard_as_silent(tmp_path):
+    bench = proof.Bench(load("nam56r", ("cluster=h200_1",)))
+    bench.folder = tmp_path
+    torch.save([("weight", 1, "w")], tmp_path / "x-10.said")
+    assert bench._said("x", 11) == [*[[]] * 10, [("weight", 1, "w")]]
+
+
+@pytest.mark.parametrize("words", [("execution.mamba3.keep_states=true",), ("cluster.gpus_per_node=1",)])
+def test_another_execution_or_number_of_ranks_is_another_run(words):
+    """It was reported as proven with an earlier one."""
+    recipe = ("cluster=h200_2", "parallel.tensor=1", "precision.deterministic=false")
+    assert every.run_of(lowered("nam56r", *recipe)) != every.run_of(lowered("nam56r", *recipe, *words))
 
 
 def test_outputs_losses_and_counts_of_all_ranks_are_put_together():
@@ -319,7 +339,7 @@ def test_a_step_that_begins_with_one_ranks_bits_has_the_first_ones_limits(resume
         torch.save({key: torch.ones(8)}, tmp_path / f"{at}.pt")
     said = [("output", 2, module, 25.0), ("gradient", 2, key, ((0, 8),), 0.0, 1.0, 8)]
     monkeypatch.setattr(bench, "_run", lambda *_: "")
-    monkeypatch.setattr(bench, "_said", lambda _: [said])
+    monkeypatch.setattr(bench, "_said", lambda *_: [said])
     found = bench._compared("", bench._side("x", resume=resume), [2]).rows
     assert (found[0].what == compare.START) == zero
     assert [(r.what, r.limit) for r in found[zero:]] == [(FORTH, limit), (GRADIENT, limit)]
@@ -804,8 +824,21 @@ def test_what_one_run_made_in_an_earlier_step_is_no_other_bit():
     missing = [said[:-1] for said in run()], [said[1:] for said in run()]
     assert off(run(), missing[0]) == off(missing[0], run()) == [0, 0, 0]
     assert off(run(), missing[1]) == off(missing[1], run()) == [0, 0, 1]
+    parts = [[("bits", 2, "weight w", digest) for digest in digests] for digests in ((1, 2), (7, 2))]
+    assert off(parts[:1], parts[1:]) == [1]  # of several parts, as of experts, the last was compared
     no_way_back = [[bits for bits in run()[0] if "output's" not in bits[2]]]
     assert off(run(), no_way_back) == off(no_way_back, run()) == [0, 0, 0]
+
+
+class Unreadable:
+    def __reduce__(self):
+        return exec, ("raise ValueError('no such job')",)
+
+
+def test_a_rank_that_dies_as_it_reads_its_job_has_said_why(capfd):
+    (rank,) = ranks.fork(1, Unreadable(), device="cuda")
+    assert rank.code == 1 and proof._last(rank.err) == "ValueError: no such job"
+    assert "no such job" not in "".join(capfd.readouterr())
 
 
 def test_a_rank_that_waits_for_another_is_named_with_its_line():
