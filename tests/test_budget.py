@@ -206,6 +206,25 @@ def test_a_gradient_of_each_shape_stays_where_gemms_add_the_real_ones():
     assert lies(*halves, *tensor) == [linear + 4 * h * f]  # experts are whole
 
 
+@pytest.mark.parametrize("latent", [0, 1792, 3584])
+def test_rows_of_experts_are_as_wide_as_their_latent_and_shared_by_expert_tensor_ranks(latent):
+    """On the way there an expert's rows are held three times, back twice; ranks that share experts get the rows of all."""
+    found = []
+    for size in (1, 2):
+        layout = ("parallel.tensor=2", "parallel.sequence=true", f"parallel.expert_tensor={size}", "parallel.expert=2")
+        words = (f"model.blocks.moe.latent_size={latent}",) if latent else ()
+        plan = plan_of("nam56r_nemo_native", "cluster=h200_4", *layout, *words)
+        z, moe = Sizes.of(plan.site), plan.recipe.blocks.moe
+        there, back = [line.bytes for line in moe.working(z, None)][:2]
+        rows = moe.top_k * z["Ts"] * size
+        assert there - back == 2 * rows * (latent or 3584)
+        found.append({line.name: line.bytes for line in moe.activations(z, None)})
+    one, two = found
+    assert two["rows for experts"] == 2 * one["rows for experts"] == 4 * moe.top_k * z["Ts"] * (latent or 3584)
+    for name in ("first projection", "weighed activation"):
+        assert one[name] == two[name] == 2 * moe.top_k * z["Ts"] * moe.expert_hidden_size
+
+
 SIX = ("cluster.gpus_per_node=6", "schedule.global_batch_size=48")
 
 
@@ -377,6 +396,10 @@ def test_any_plan_adds_up(words):
             assert moment.total == sum(moment.buckets.values()) >= moment.reserved >= moment.allocated > 0
             assert all(line.bytes >= 0 and line.why and line.owner for line in moment.lines)
         built, after = (s.moments[phase].buckets for phase in ("build", "after_init"))
+        times = (
+            2 if plan.recipe.feature.distributed_optimizer.enabled else 1
+        )  # as the modules made them, and in DDP's buffer
+        assert all(built[bucket] == times * after[bucket] for bucket in PARAMETERS.values())
         assert all(built[bucket] == after[bucket] for bucket in ("gradients", "communication")), (
             "DDP has made its buffers"
         )
@@ -1060,6 +1083,7 @@ def test_a_search_balances_the_experts_unless_it_is_told_otherwise():
     even, skewed = search.attempt(recipe, key, 4, 1.0), search.attempt(recipe, key, 4, 2.0)
     assert search.attempt(recipe, key, 4) == even != skewed
     assert search.largest(recipe, key) == search.largest(recipe, key, imbalance=1.0)
+    assert [*search.sweep(recipe, key, [4], 2.0)] == [skewed]
 
 
 @pytest.mark.parametrize("kernels", ["megatron", "compiled", "fused"])

@@ -139,6 +139,7 @@ def test_passes_beyond_count_are_refused(tmp_path):
         (lambda p: os.truncate(p.with_suffix(".bin"), 3), "a.bin` is cut off: 3 bytes of 50"),
         (lambda p: edit(p, 63, 1), "a.idx` has a sequence that does not lie within the 50 bytes"),  # 256 bytes further
         (lambda p: edit(p, 61, 255), "a.idx` has a sequence that does not lie within the 50 bytes"),  # before the first
+        (lambda p: edit(p, 37, 255), "a.idx` has a sequence of -"),  # the first length's sign
         (lambda p: edit(p, 9, 2), "a.idx` is of version 2, and Megatron reads 1"),
         (lambda p: edit(p, 17, 7), "a.idx` says that tokens are of type 7"),
         (lambda p: (p.with_suffix(".idx").unlink(), os.mkfifo(p.with_suffix(".idx"))), "a.idx` is a pipe"),

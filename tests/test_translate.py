@@ -216,6 +216,7 @@ def test_an_edited_plan_is_refused(tmp_path):
         "the recipe": lambda t: t["recipe"]["model"].update(hidden_size=512),
         "the recipe, wrongly": lambda t: t["recipe"]["model"].update(hidden_size=512.5),
         "a Megatron": lambda t: t.update(megatron_core="9.9.9"),
+        "a variable less": lambda t: t["env"].popitem(),
         "a key more": lambda t: t["recipe"]["model"]["blocks"].update(
             attention={"head_dim": 64, "query_groups": 8, "qk_norm": False}
         ),

@@ -102,7 +102,7 @@ def ranks(folder: Path, proc: Path = linux.PROC) -> list[Rank]:
     # A fork has its parent's command line and environment.
     workers = defaultdict(list)
     for pid, process in running.items():
-        if number[pid] is not None and number.get(process.parent) is not None:
+        if number.get(process.parent) is not None:
             workers[process.parent].append(pid)
     forked = {pid for pids in workers.values() for pid in pids}
     found = [Rank(pid, number[pid], environs[pid], tuple(workers[pid])) for pid in running if pid not in forked]

@@ -547,6 +547,21 @@ def test_packed_integers_are_what_compressed_tensors_makes_of_them(made, tmp_pat
     assert tensors(out) == tensors(tmp_path / "expected")
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_that_fill_no_word_are_read_whole(bits):
+    for columns in range(1, 12):
+        values = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (3, columns), dtype=torch.int8)
+        held = {
+            "_packed": pack_to_int32(values, bits),
+            "_scale": torch.rand(3, 1),
+            "_shape": torch.tensor([3, columns]),
+        }
+        form = quantized.Packed(bits=bits)
+        shapes = {part: shape for part, (shape, _) in form.parts((3, columns)).items()}
+        assert shapes == {part: tuple(value.shape) for part, value in held.items()}
+        assert torch.equal(form.number(held.__getitem__, "w"), values * held["_scale"])
+
+
 GATE4 = "model.layers.1.mlp.gate_proj.weight"
 
 
@@ -744,6 +759,18 @@ def test_an_adapter_without_a_weight_is_refused(made, tmp_path):
     distributed.write(tmp_path / "none", {"output_layer.bias": torch.ones(4)}, load_plan(checkpoint / "plan.json"))
     with pytest.raises(Refused, match=r"has no adapters: nothing is merged"):
         native.export(tmp_path / "none", tmp_path / "out", None, silent)
+
+
+def test_adapters_do_not_go_into_weights_of_another_model_than_the_plan_beside_them(made, tmp_path):
+    checkpoint, _ = adapters(tmp_path / "adapters", made)
+    beside = made("llama_3")[2] / "plan.json"
+    before = beside.read_text()
+    try:
+        beside.write_text(before.replace('"rotary_base": 500000', '"rotary_base": 9'))
+        with pytest.raises(Refused, match=r"release` is of another model.*`model\.rotary_base`"):
+            native.export(checkpoint, tmp_path / "out", None, silent)
+    finally:
+        beside.write_text(before)
 
 
 def test_a_published_model_goes_on_for_twenty_steps_and_back(made, tmp_path):

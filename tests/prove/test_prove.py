@@ -1,5 +1,6 @@
 """The prove command: what it cuts, what it compares, and that it finds what is planted."""
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -852,6 +853,15 @@ def test_a_rank_that_waits_for_another_is_named_with_its_line():
     assert re.match(
         r"the ranks did not end in 10 s: rank 0 in _\w+ \(initialize.py:\d+\), rank 1 in no line", part.broken
     ), part.broken
+
+
+def test_a_rank_that_has_ended_at_the_limit_is_not_late(monkeypatch):
+    """The limit is met when the first of two has ended, however fast the machine is."""
+    asked = itertools.count()
+    over = lambda: bool(next(asked)) and len(multiprocessing.active_children()) < 2  # noqa: E731
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: 9.0 * over(), sleep=time.sleep))
+    ended = ranks.fork(2, lambda: time.sleep(60 * int(os.environ["RANK"])), 5.0)
+    assert [(rank.late, rank.code) for rank in ended] == [(False, 0), (True, -9)]
 
 
 def test_a_disk_that_would_be_filled_is_told_before_anything_runs(monkeypatch):
