@@ -178,12 +178,7 @@ def test_a_recipe_is_for_as_many_gpus_as_its_launch(gpus):
 
 def test_a_flag_of_another_time_is_found_with_a_hint_that_can_be_followed():
     for flag, hint in REMOVED.items():
-        known = current().flags.get(flag)
-        found = [
-            f
-            for f in launch(GPT, {flag: "3" if known and known.action == "store" else True}).findings
-            if f.id == "removed-flag"
-        ]
+        found = [f for f in launch(GPT, {flag: "3"}).findings if f.id == "removed-flag"]
         assert len(found) == 1 and found[0].fix == hint, flag
         named = re.findall(r"`(--[\w-]+)", hint)
         assert all(current().by_name(name) and name not in REMOVED for name in named), flag

@@ -344,6 +344,8 @@ def _gpus(launcher: tuple[str, ...], text: str, variables: Mapping[str, str | li
         return int(match[1]) if match else None
 
     words = " ".join(launcher)
+    if launcher[:3] == ("ray", "job", "submit"):  # Ray's workers train, not Slurm's tasks
+        return None
     if "--nproc" in words:
         each = count("--nproc[-_]per[-_]node", words)
         nodes = count("--nnodes", words) if "--nnodes" in words else 1

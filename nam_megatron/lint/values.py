@@ -73,7 +73,6 @@ REMOVED = {
     "--s3-cache-path": "use `--object-storage-cache-path`",
     "--tokenizer-hf-use-fast": "on by default; `--tokenizer-hf-no-use-fast` switches it off",
     "--tokenizer-hf-include-special-tokens": "on by default; `--tokenizer-hf-no-include-special-tokens` switches it off",
-    # Parsed still, and then refused.
     "--batch-size": "use `--micro-batch-size`",
     "--warmup": "use `--lr-warmup-fraction`",
     "--model-parallel-size": "use `--tensor-model-parallel-size`",
@@ -262,13 +261,15 @@ class Args:
         """Tell the flags of another parser from misspelt ones. What follows such flags belongs to them in ways that nobody knows here."""
         strange = [t for t in self.trouble if t.rule == "unknown-flag"]
         forked = bool(MEGATRONS.fullmatch(self.launch.script or ""))
+        own = self._of_a_port or self._of_deepspeed or (self.launch.partial and not forked)
         least = 0.95 if len(strange) > FORKED else 0.92
         # Of one or of several: another program's word.
         numbers = {t: (f"{t.about}s", t.about.removesuffix("s")) for t in strange}
         unknown = [
-            t for t in strange if not _misspelt(t, least) or (not forked and any(self._flag(n)[0] for n in numbers[t]))
+            t
+            for t in strange
+            if not _misspelt(t, least, own) or (not forked and any(self._flag(n)[0] for n in numbers[t]))
         ]
-        own = self._of_a_port or self._of_deepspeed or (self.launch.partial and not forked)
         many = 1 if own else FORKED if forked else STRANGERS
         if len(unknown) >= STRANGERS:  # and it may have those that Megatron has no more
             self.foreign += dict.fromkeys(t.about for t in self.trouble if t.rule == "removed-flag")
@@ -408,10 +409,12 @@ def alike(one: str, other: str) -> float:
     return difflib.SequenceMatcher(None, one, other).ratio()
 
 
-def _misspelt(unknown: Trouble, least: float) -> bool:
-    """Whether an unknown flag is a letter or two away from one of Megatron's."""
+def _misspelt(unknown: Trouble, least: float, own: bool) -> bool:
+    """Whether an unknown flag is a letter or two away from one of Megatron's. own: not if only dashes are, of a port's parser."""
     close = re.search("`(.*)`", unknown.detail)
-    return close is not None and alike(unknown.about, close[1]) >= least
+    if close is None or (own and unknown.about.replace("-", "") == close[1].replace("-", "")):
+        return False
+    return alike(unknown.about, close[1]) >= least
 
 
 def nearly_a_choice(bad: Trouble) -> bool:

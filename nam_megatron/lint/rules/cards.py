@@ -21,7 +21,7 @@ FROM_CARD = re.compile(r"--(use-bridge|bridge-.+|(.+-)?hf-.+|from-hf.*)")
 # slime's and miles' of these: a tokenizer and what some flags are held against; the model is the flags', but for `... bridge`.
 BESIDE_CARD = re.compile(r"--(hf-checkpoint|megatron-to-hf-mode)")
 # Words that make another model of a name.
-OTHER = re.compile(r"(?<![a-z])(mini|tiny|toy|small|proxy|draft|debug|lite|tests?)(?![a-z])")
+OTHER = re.compile(r"(?<![a-z])(mini|tiny|toy|small|proxy|draft|debug|lite|like|tests?)(?![a-z])")
 
 # Of a card's key: Megatron's argument, and what the launch has; NotKnown where the model has nothing of the sort.
 VALUES: Mapping[str, tuple[str, Callable[[Args, Model], Any]]] = {

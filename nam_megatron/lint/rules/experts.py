@@ -130,7 +130,7 @@ RULES = (
         "moe-forced-balancing",
         WRONG,
         "moe_router_force_load_balancing",
-        lambda a, m: m.moe and a.moe_router_force_load_balancing,
+        lambda a, m: m.moe and a.moe_router_force_load_balancing and not a.mock_data,
         "the router's choice is thrown away and tokens go anywhere: for benchmarks",
         "leave it out",
         f"{MOE}router.py",

@@ -1,11 +1,16 @@
 """CUDA graphs and the environment."""
 
+import re
 from collections.abc import Iterator
 
 from nam_megatron.lint.model import Model
 from nam_megatron.lint.rules.laws import law
 from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, MOE, OPEN, VALIDATE, Rule
 from nam_megatron.lint.values import Args
+
+AMD = re.compile(
+    r"rocm|\b(HSA|HIP|ROCR|MIOPEN)_", re.IGNORECASE
+)  # which takes no queues from CUDA_DEVICE_MAX_CONNECTIONS
 
 
 def _graph_modules(a: Args, m: Model) -> Iterator[str]:
@@ -151,6 +156,7 @@ RULES = (
         "CUDA_DEVICE_MAX_CONNECTIONS",
         lambda a, m: ((m.tp == 1 and m.cp == 1) or m.blackwell)
         and not m.fsdp
+        and not AMD.search(a.launch.text)
         and _connections(a, m) == "1"
         and (a.overlap_grad_reduce or a.overlap_param_gather or a.overlap_moe_expert_parallel_comm),
         "nothing demands 1 here, and it serialises the overlap of communication",

@@ -16,7 +16,7 @@ def _mixed(m: Model) -> bool:
 def _spec(a: Args, m: Model) -> bool:
     words = tuple(a.spec or ())
     known = words in STOCK_SPECS or words[:1] == ("megatron.core.models.gpt.gpt_layer_specs",)
-    return len(words) == 2 and not known and not m.ours
+    return len(words) == 2 and not known and not m.ours and not a.foreign and not a.launch.partial
 
 
 def _frequencies(a: Args, m: Model) -> Iterator[str]:

@@ -19,7 +19,7 @@ from nam_megatron.lint.rules.rule import (
     When,
     each,
     without,
-)
+)  # fmt: skip
 from nam_megatron.lint.values import CHOICES, STRANGERS, Args, Trouble, alike, harmless, nearly_a_choice, set_where
 
 # Old names, which 0.19.2 takes with a warning: a note.
@@ -93,7 +93,9 @@ def own(a: Args) -> list[Trouble]:
     ]
     cut_short = [] if a.foreign else [t for t in unknown if any(flag.startswith(t.about) for flag in a.target.flags)]
     strange = [t for t in unknown if t not in cut_short]
-    return strange + [t for t in a.trouble if t.rule == "bad-value" and _of_a_fork(t, len(strange))]
+    gone = any(t.rule == "removed-flag" for t in a.trouble)  # an older Megatron, or a fork of one
+    count = STRANGERS if gone else len(strange)
+    return strange + [t for t in a.trouble if t.rule == "bad-value" and _of_a_fork(t, count)]
 
 
 def _meant(t: Trouble, a: Args) -> bool:
@@ -154,7 +156,7 @@ def of_another(rule: Rule, a: Args) -> bool:
     """Whether a rule is about what another program does itself: its parser and checks; a port to another device has kernels, too."""
     if NO_TRAINING.search(a.launch.script or "") and (rule.severity in (COST, DEFAULT) or rule.id in OF_TRAINING):
         return True
-    if a.rebuilt and rule.id in ("idle-flag", "documents-not-apart"):
+    if a.rebuilt and rule.id in ("idle-flag", "documents-not-apart", "rampup-ignored", "ignored-flag"):
         return True
     if rule.id == "world-size" and any("world-size" in flag for flag in a.foreign):
         return True
@@ -209,6 +211,14 @@ def _removed(a: Args, m: Model) -> list[str]:
 
 def _trouble(rule: str) -> When:
     return lambda a, m: [f"{t.about}\t{t.detail}\t{t.fix}" for t in a.trouble if t.rule == rule]
+
+
+def _twice(runs: bool) -> When:
+    return lambda a, m: [
+        f"{' ... '.join(shown(g[2]) for g in a.given[n])}\tthe last one counts"
+        for n in a.contradictions
+        if not SHOWN.match(n) and bool(RUNS.search(n)) is runs and not _overrides(a, n)
+    ]
 
 
 def _missing(a: Args, m: Model) -> list[str]:
@@ -318,11 +328,7 @@ RULES = (
         "given-twice",
         WRONG,
         "",
-        lambda a, m: [
-            f"{' ... '.join(shown(g[2]) for g in a.given[n])}\tthe last one counts"
-            for n in a.contradictions
-            if not SHOWN.match(n) and not RUNS.search(n) and not _overrides(a, n)
-        ],
+        _twice(runs=False),
         "given more than once, with different values",
         "keep one",
         PARSER,
@@ -331,11 +337,7 @@ RULES = (
         "given-twice-runs",
         FRAGILE,
         "",
-        lambda a, m: [
-            f"{' ... '.join(shown(g[2]) for g in a.given[n])}\tthe last one counts"
-            for n in a.contradictions
-            if not SHOWN.match(n) and RUNS.search(n) and not _overrides(a, n)
-        ],
+        _twice(runs=True),
         "given more than once, with different values: the model is the same, how it runs is the last one's",
         "keep one",
         PARSER,

@@ -5,7 +5,7 @@ from functools import partial
 
 from nam_megatron.lint.model import Model, known
 from nam_megatron.lint.rules.laws import law
-from nam_megatron.lint.rules.rule import COST, FAIL, FRAGILE, MOE, OPEN, VALIDATE, WRONG, Rule
+from nam_megatron.lint.rules.rule import COST, FAIL, MOE, OPEN, VALIDATE, WRONG, Rule
 from nam_megatron.lint.values import Args
 
 
@@ -278,24 +278,6 @@ RULES = (
         or (a.optimizer not in ("adam", "sgd") and a.ckpt_format not in ("torch", "torch_dist")),
         "this format is for another setup",
         "use `--ckpt-format torch_dist`",
-        VALIDATE,
-    ),
-    Rule(
-        "muon-tp-mode",
-        FRAGILE,
-        "muon_tp_mode|optimizer",
-        lambda a, m: a.optimizer in ("muon", "dist_muon") and m.tp > 1 and not a.said("muon_tp_mode"),
-        "blockwise today; Megatron 0.20 has another default",
-        "say `--muon-tp-mode`",
-        "core/optimizer/optimizer_config.py",
-    ),
-    Rule(
-        "dist-muon",
-        FRAGILE,
-        "optimizer",
-        lambda a, m: a.optimizer == "dist_muon",
-        "deprecated",
-        "use `--optimizer muon --use-distributed-optimizer`",
         VALIDATE,
     ),
     Rule(
