@@ -1367,7 +1367,7 @@ def test_the_harness_finds_the_same_in_export_and_checkpoint(
         assert seen[f"own_{kind}"][f"{metric},none"] == pytest.approx(ours, rel=1e-5)
 
 
-def test_what_the_harness_cannot_evaluate_is_refused(spoken, questions, tmp_path, capsys):
+def test_what_the_harness_cannot_evaluate_is_refused(made, spoken, questions, tmp_path, capsys):
     (tmp_path / "own.yaml").write_text("task: [")
     shutil.copytree(spoken[0], tmp_path / "changed")
     shard = tmp_path / "changed" / "iter_0000003" / "__0_0.distcp"
@@ -1376,7 +1376,8 @@ def test_what_the_harness_cannot_evaluate_is_refused(spoken, questions, tmp_path
         (spoken[0], questions, f"no tokenizer goes with `{spoken[0]}`"),
         (spoken[1], f"{tmp_path}/own.yaml", f"`{tmp_path}/own.yaml` cannot be loaded"),
         (tmp_path / "changed", questions, "`__0_0.distcp` is not what was saved"),
+        (made("native")[0], questions, "has 261 entries, and the model's vocabulary 256"),
     ):
-        tokens = ["--tokenizer", str(spoken[1])] if path.name == "changed" else []
+        tokens = [] if path in spoken else ["--tokenizer", str(spoken[1])]
         assert command.main(["evaluate", str(path), asked, *tokens]) == 2
         assert said in capsys.readouterr().err

@@ -700,6 +700,15 @@ def test_a_line_that_does_not_end_is_cut_and_nothing_is_said_twice(tmp_path):
     assert "".join(said) == "".join(f"{i} " for i in range(50_000)) + "end" and len(said) > 2
 
 
+def test_what_the_launcher_had_started_before_goes_on(tmp_path):
+    with subprocess.Popen(["sleep", "600"]) as other:
+        with Process(["true"], os.environ, tmp_path) as process:
+            assert process.wait() == 0
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(0.5)
+        other.kill()
+
+
 def test_a_chatty_trainer_is_not_held_up(root):
     """By the processor time of a launch without its noise, which tells how fast the machine is: 4 times that, and 15 times once."""
 

@@ -551,6 +551,10 @@ def test_answers_in_other_tokens_than_the_weights_have_learned_are_refused(pretr
     ):
         (signed / "data.json").write_text(json.dumps({"files": {"tokenizer/tokenizer.json": {"sha256": sha256}}}))
         assert [message.partition(", is")[2] for message in unfit(*words)] == said
+    tree = json.loads((signed / "plan.json").read_text())
+    tree["recipe"]["optim"]["lr"] = 0.5
+    (signed / "plan.json").write_text(json.dumps(tree))
+    assert "is of another run: `optim.lr`" in unfit(*words)[0], "a step that somebody has put there"
 
 
 def test_each_trainer_and_command_says_whose_work_it_is(pretrained, tmp_path, monkeypatch, capfd):
