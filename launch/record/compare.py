@@ -208,7 +208,7 @@ def table(receipts: Sequence[Receipt], anyway: bool = False) -> str:
     for name, rows in differences(receipts):
         text += grid(name, columns, rows)
     text += grid(title, [*columns, *changes(columns)], figures(receipts))
-    return "\n".join(text)
+    return "\n".join(map(printable, text))  # keys of a receipt may be anybody's, too
 
 
 def differences(receipts: Sequence[Receipt]) -> Iterator[tuple[str, list[Row]]]:

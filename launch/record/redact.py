@@ -208,7 +208,7 @@ PORT = re.compile(r":\d")
 PRIVATE = tuple(
     map(ipaddress.IPv4Network, ("10.0.0.0/8", "100.64.0.0/10", "169.254.0.0/16", "172.16.0.0/12", "192.168.0.0/16"))
 )
-NAME = re.compile(r"[\w.-]{1,64}")
+NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 # A shorter value is not looked for in texts: it would be found everywhere. Characters, and digits where there is nothing else.
 SHORT, SHORT_NUMBER, SHORT_UNNAMED = 4, 8, 6
 WORDS = {"true", "false", "none", "null", "auto"}
@@ -216,7 +216,7 @@ MARK, HOST, ADDRESS, TEXT = "<secret>", "<host>", "<address>", "<text>"
 ONE_MARK = r"<(?:secret|host|address|text|set|checkout|receipts|scratch|durable|python|packages|home|(?:path|set) [0-9a-f]{8})>"
 MARKS, PLACED = re.compile(rf"{ONE_MARK}(?:[/:,]{ONE_MARK})*"), re.compile(r"(<[a-z]+>)/(.+)", re.DOTALL)
 WORD = re.compile(r"\w+")
-TOKEN = re.compile(rf"(?P<mark>{ONE_MARK})|\w+")
+TOKEN = re.compile(rf"(?P<mark>{ONE_MARK})|\w+|[^\x00-\x7f]+")
 # Numbers, and names that are a kind and a number: of versions, GPUs, NICs, links, file systems.
 FIGURE = re.compile(
     r"\d{1,9}|\d+(?:[eE]\d{1,3})|(?:cu|cuda|python|post|rc|dev|NV|GPU|NIC|v|H|A|B|GH|GB|sm|bond|eth|ib)\d{1,4}a?|mlx5_(?:bond_)?\d{1,3}|\d{1,3}[KMG]"
@@ -226,6 +226,8 @@ FIGURE = re.compile(
 )
 MADE_OF, HASH8 = re.compile(r"(?<![\w+])([\w+]+):$"), re.compile("[0-9a-f]{8}")
 LONG_NUMBER = re.compile(r"(?<![\w.])(?:\d[ -]?){12,}")
+# Bytes in hexadecimal digits, of a network card's address or of a key; a place on the PCI bus has fewer, a list of numbers no letter.
+BYTES = re.compile(r"(?<![^\W_])(?=[\d:;, -]{0,48}[A-Fa-f])(?:[0-9A-Fa-f]{2}[:;, -]{1,2}){5,}[0-9A-Fa-f]{2}(?![^\W_])")
 # Keys whose values are hashes that we made.
 HASHES = ("revision", "tree", "sha256", "diff_sha256", "nam_megatron", "launch", "uuid", "seal", "before", "id")
 MENDED = "mends"  # {name: hash}: what stood, which `<text>` would make alike
@@ -618,7 +620,7 @@ def published(text: str) -> str:
         ours = m["mark"] or m[0] in known or FIGURE.fullmatch(m[0]) or _of_model(m)
         return m[0] if ours else TEXT
 
-    return LONG_NUMBER.sub(TEXT, TOKEN.sub(shown, text))
+    return LONG_NUMBER.sub(TEXT, TOKEN.sub(shown, BYTES.sub(TEXT, text)))
 
 
 def _of_model(word: re.Match[str]) -> bool:

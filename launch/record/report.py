@@ -7,12 +7,12 @@ The page holds words of the receipts and numbers of the events, so it may go whe
 """
 
 import contextlib
+import html
 import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +148,7 @@ def _kernels(path: Path) -> Mapping[str, Any] | None:
             "span": float(found["span_ms"]), "gaps": float(found["gaps_ms"]),
             "kinds": {str(kind): float(of["ms"]) for kind, of in found["kinds"].items()},
         }  # fmt: skip
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as err:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as err:
         raise Refused(
             Problem(f"`{path}` is no table of kernels: {err}", hint="made by `python benchmarks/kernels.py`")
         ) from None
@@ -535,3 +535,8 @@ def _number(value: Any) -> str:
         if abs(value) < 100
         else f"{value:.1f}"
     )
+
+
+def escape(text: str) -> str:
+    """For a page, which has no characters that move a cursor either: a receipt may be anybody's."""
+    return html.escape(printable(text))

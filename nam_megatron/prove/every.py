@@ -124,8 +124,11 @@ def line(row: dict[str, Any]) -> str:
 
 
 def record(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """JSON with a line for each row."""
-    path.write_text("[\n " + ",\n ".join(map(json.dumps, rows)) + "\n]\n", encoding="utf-8")
+    """JSON with a line for each row. Raises Refused."""
+    try:
+        path.write_text("[\n " + ",\n ".join(map(json.dumps, rows)) + "\n]\n", encoding="utf-8")
+    except OSError as err:
+        raise Refused(Problem(f"cannot write `{path}`: {err.strerror}", hint="name a file you may write")) from None
 
 
 def command() -> int:
@@ -149,7 +152,10 @@ def command() -> int:
         raise_if(lacking(1))  # or every pair would be refused by name, which is no finding
     sys.stdout.write(f"{stack}\n")
     seen: dict[Any, str] = {}
-    found, overlays = [], o.words or wanted["overlay"]
+    found: list[dict[str, Any]] = []
+    overlays = o.words or wanted["overlay"]
+    if o.file is not None:  # before anything runs for minutes
+        record(o.file, found)
     for preset in wanted["preset"]:
         pairs = [asked(preset, overlay, o.device) for overlay in overlays]
         with References(o.device, o.resume) as references:

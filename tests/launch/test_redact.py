@@ -272,7 +272,10 @@ def test_figures_and_names_with_a_number_are_shown():
     assert published("--nam-model precision+mamba2:59ab04d1") == "--nam-model precision+mamba2:59ab04d1"
     assert published("fp8+word:59ab04d1 fp8:59ab04d1x") == "fp8+word:<text> fp8:<text>"
     assert published("00010000:18:00.0 597eec67") == "00010000:18:00.0 <text>"  # of a bus, and what may be a password
-    assert published("12345678901") == published("1234-5678-9012-3456") == "<text>"
+    assert published("12345678901") == published("1234-5678-9012-3456") == published("0c:42:A1:03:46:1e") == "<text>"
+    assert (
+        published("\U0001f511\u2801\u200b\ue000") == "<text>" and published("10,11,12,13,14,15") == "10,11,12,13,14,15"
+    )
 
 
 PLACES = {"<scratch>": [Path("/fast/x/scratch")], "<checkout>": [Path("/fast/x")], "<home>": [Path("/home/me")]}

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_compare import BOX, LINEAGE, OUTCOME, TREES
 
-from launch.record import receipt, report, steps
+from launch.record import compare, receipt, report, steps
 from launch.record.redact import Redactor
 from nam_megatron import events
 from nam_megatron.errors import Refused
@@ -163,9 +163,19 @@ def test_kernels_by_kind_where_there_is_a_trace(root):
     (folder / report.KERNELS).write_text(json.dumps(table))
     text = report.page([report.Run.read(folder)])
     assert text.index("GEMM") < text.index("NCCL") < text.index("no kernel runs") and "after it was sealed" in text
-    (folder / report.KERNELS).write_text("[]")
-    with pytest.raises(Refused, match="is no table of kernels"):
-        report.Run.read(folder)
+    for text in ("[]", "[" * 100_000):
+        (folder / report.KERNELS).write_text(text)
+        with pytest.raises(Refused, match="is no table of kernels"):
+            report.Run.read(folder)
+
+
+def test_what_stands_in_a_receipt_moves_no_cursor(root):
+    """Its keys, too: a receipt may be anybody's."""
+    folders = [run(root, recipe={"device": {"\x1b\0": f"\x07{name}"}}) for name in "ab"]
+    runs = [report.Run.read(folder) for folder in folders]
+    shown = (compare.table([run.receipt for run in runs], True), report.page(runs, True), report.page(runs[:1]))
+    for text in shown:
+        assert "\ufffd" in text and not {"\x1b", "\x07", "\0"} & {*text}
 
 
 def test_the_committed_receipts_have_a_page():

@@ -300,6 +300,13 @@ def test_a_rank_that_left_nothing_is_heard_as_silent(tmp_path):
     assert bench._said("x", 11) == [*[[]] * 10, [("weight", 1, "w")]]
 
 
+def test_a_file_that_cannot_be_written_is_said_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["every", str(tmp_path / "no" / "proven.json")])
+    monkeypatch.setattr(every, "asked", None)
+    with pytest.raises(Refused, match="cannot write"):
+        every.command()
+
+
 @pytest.mark.parametrize("words", [("execution.mamba3.keep_states=true",), ("cluster.gpus_per_node=1",)])
 def test_another_execution_or_number_of_ranks_is_another_run(words):
     """It was reported as proven with an earlier one."""
