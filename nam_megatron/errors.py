@@ -23,6 +23,10 @@ OK, FINDINGS, REFUSED, INCOMPLETE = 0, 1, 2, 3
 INTERRUPTED = 130  # Ctrl-C, as shells count it
 # What a disk or a network's file system says that cannot be used any more, whoever asked it; of a file that is already open without a name.
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG, errno.ESTALE, errno.EINTR, errno.ETIMEDOUT)
+OF_FILE = {
+    errno.ENAMETOOLONG: None,
+    errno.EACCES: "let this user read it",
+}  # the first is a value in the place of a name
 # What moves a cursor, or turns the writing round: a refusal quotes files that may be anybody's.
 UNSHOWN = dict.fromkeys(
     {*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)} - {9, 10},
@@ -149,12 +153,12 @@ def finish(command: Callable[[], int]) -> NoReturn:
         code = REFUSED
         sys.stderr.write(Refused(lacking(err)).render())
     except OSError as err:
-        if err.errno not in (*DISK, errno.ENAMETOOLONG):
+        if err.errno not in DISK and err.errno not in OF_FILE:
             raise
         code = REFUSED
         what = f"`{str(err.filename)[:200]}`: {err.strerror}" if err.filename else f"cannot write: {err.strerror}"
-        long = err.errno == errno.ENAMETOOLONG  # a value in the place of a name
-        problem = Problem(what, law="file-error") if long else Problem(what, hint=ROOM, law="not-writable")
+        law = "file-error" if err.errno in OF_FILE else "not-writable"
+        problem = Problem(what, hint=OF_FILE.get(err.errno, ROOM), law=law)
         sys.stderr.write(Refused(problem).render())
     except RuntimeError as err:
         if not str(err).startswith("Symlink loop"):  # as Path.resolve says it

@@ -1007,3 +1007,17 @@ def test_fill_in_the_middle_of_our_data_is_the_text_permuted(tmp_path, bpe, mega
 def test_help_waits_for_no_pydantic():
     code = "import sys; from nam_megatron.data.__main__ import parser; parser().format_help(); print('pydantic' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_no_folder_of_a_tree_is_left_out_because_it_may_not_be_read(tmp_path, monkeypatch):
+    (tmp_path / "a" / "closed").mkdir(parents=True)
+    scandir = os.scandir
+
+    def closed(path):
+        if Path(path).name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    with pytest.raises(Refused, match="closed` cannot be read: Permission denied"):
+        sources.files(sources.source(tmp_path / "a", "text", (".py",)))

@@ -13,6 +13,8 @@ import pytest
 import yaml
 from command import warm
 
+from nam_megatron.errors import finish
+
 REPO = Path(__file__).parents[1]
 SMOKE = REPO / "conf" / "preset" / "nam56r_smoke.yaml"
 
@@ -80,6 +82,17 @@ def test_a_device_is_not_read_to_its_end(tmp_path):
 def test_a_value_in_the_place_of_a_name_is_refused(tmp_path):
     done = warm("conf=nam56r_smoke", f"assumptions.model/hidden_dropout.why={'9' * 5000}", cwd=tmp_path)
     assert done.code == 2 and "File name too long" in done.err and len(done.err) < 400
+
+
+def test_a_file_that_may_not_be_read_is_refused(capsys):
+    def closed():
+        raise PermissionError(13, "Permission denied", "a/config.json")
+
+    with pytest.raises(SystemExit) as left:
+        finish(closed)
+    assert (left.value.code, capsys.readouterr().err) == (
+        2, "error: `a/config.json`: Permission denied\n\nhint: let this user read it\n",
+    )  # fmt: skip
 
 
 def test_an_anchor_of_itself_is_refused(folder):

@@ -103,11 +103,17 @@ def _rows_of(source: Source) -> int:
 
 def files(tree: Source) -> list[Path]:
     """The files of a tree with its suffixes, sorted by path; links are not followed. Raises Refused for one that is no file."""
-    named = (folder / name for folder, _, names in tree.path.walk() for name in names if name.endswith(tree.suffixes))
+    walked = tree.path.walk(on_error=_closed)
+    named = (folder / name for folder, _, names in walked for name in names if name.endswith(tree.suffixes))
     found = sorted(path for path in named if path.relative_to(tree.path).as_posix() not in tree.skip)
     modes = [(path, path.lstat().st_mode) for path in found]
     raise_if(irregular(path for path, mode in modes if not (S_ISREG(mode) or S_ISLNK(mode))))
     return [path for path, mode in modes if S_ISREG(mode)]
+
+
+def _closed(err: OSError) -> None:
+    """Its documents would be left out without a word."""
+    raise Refused(Problem(f"`{err.filename}` cannot be read: {err.strerror}", hint="let this user read it"))
 
 
 def twins(inputs: Sequence[Source]) -> Iterator[tuple[Path, Path]]:
