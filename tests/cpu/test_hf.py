@@ -594,18 +594,6 @@ def test_exports_open_without_us_and_without_megatron(made, fresh, tmp_path):
         assert json.loads(said) == torch.tensor(list(ours)).T.tolist()
 
 
-@pytest.mark.parametrize("name", ["native", "author", "author streams", "next tp"])
-def test_transformers_rounds_no_more_than_we_do(made, name):
-    """What training keeps in fp32 stays so in a model that is opened in bf16."""
-    opened = (
-        open_model(made(name)[1], torch.bfloat16),
-        NamForCausalLM.from_pretrained(made(name)[1], dtype=torch.bfloat16),
-    )
-    ours, theirs = (dict(model.named_parameters()) for model in opened)
-    assert ours.keys() == theirs.keys()
-    assert not [key for key in ours if not torch.equal(ours[key].float(), theirs[key].float())]
-
-
 def test_a_missing_tensor_is_no_warning_to_transformers(copied):
     """transformers would draw it at random."""
     index = json.loads((copied / folder.INDEX).read_text())

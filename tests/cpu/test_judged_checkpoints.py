@@ -388,7 +388,7 @@ def test_weights_alone_are_of_what_the_compiler_decided_then(tmp_path):
 def test_weights_know_the_tokenizer_of_their_data_by_its_bytes_or_by_what_it_says(tmp_path, set_):
     at = tmp_path / "ours" / manifest.TOKENIZER / manifest.TOKENS
     at.parent.mkdir(parents=True)
-    at.write_text('{"model": 1}')
+    at.write_text('{"model":   1}')
     data = SimpleNamespace(built=tmp_path / "ours" if set_ else None, tokenizer=None if set_ else str(at.parent))
     for told, same in ((manifest.digest(at), True), (identity.laid_out({"model": 1}), True), ("0" * 64, False)):
         (tmp_path / resume.DATA).write_text(json.dumps({"files": {resume.HASHED: {"sha256": told}}}))
