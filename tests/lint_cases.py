@@ -230,6 +230,7 @@ CASES = {
     "default-expert-ffn": (MOE | {"--num-experts": "64", "--moe-layer-freq": "2"}, {"--moe-ffn-hidden-size": None}),
     "wsd-too-long": (GPT, {"--lr-decay-style": "WSD", "--lr-wsd-decay-iters": "100000"}),
     "wrong-chip": (GPT | {"--fp8-format": "e4m3", "--wandb-exp-name": "h100-run"}, {"--fp8-recipe": "mxfp8"}),
+    "unlikely-value": (GPT, {"--init-method-std": "0.2"}),
     "world-size": (GPT, {"--pipeline-model-parallel-size": "3", "--num-layers": "9"}),
 }  # fmt: skip
 # Of a conflict: its argument and what stands beside it -> a launch that has the one, and what brings the other.

@@ -1749,6 +1749,11 @@ MIXTRAL = " ".join(words(MOE | {"--moe-router-topk": None, "--untie-embeddings-a
         ("unknown-flag", "n.sh", f"export HCCL_X=1\ntorchrun t.py {DESCRIBED} --mamba-headdim 64", ("HCCL_X", "X")),
         ("world-size", "r.sh", "#SBATCH --nodes=1\n#SBATCH --ntasks=1\n"
          f"ray job submit -- python3 train.py {DESCRIBED} --tensor-model-parallel-size 2", ("ray job submit --", "")),
+        ("companion-later", "d.sh", f"deepspeed pretrain_gpt.py {DESCRIBED} --split 9,1 --train-data-path a --zero-stage 1",
+         ("--zero-stage 1", "")),
+        ("bad-value", "q.yaml", "A:\n  --num-layers: 2\n  --lr: 1\n  --moe-layer-freq: \"'([0]+[1])'\"", ("--", "")),
+        ("connections-leftover", "p.sh", "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
+         f"python $CODE {DESCRIBED} --overlap-grad-reduce", ("$CODE", "t.py")),
         ("window-size", "v.json", '{"vision": {"hidden_size": 8, "window_size": 112}}', ()),
         ("default-positions", "x.sh", f"torchrun t.py {DESCRIBED} --num-experts 8", ("--num-experts 8", "--num-experts 8 --swiglu")),
         ("default-bias", "neox.sh", f"torchrun t.py {DESCRIBED} --swiglu", ("--swiglu", "--swiglu --normalization RMSNorm")),

@@ -630,7 +630,7 @@ def _with_default(node: yaml.Node, unset: dict[str, str | None]) -> yaml.Node:
 
 def _entry(name: str, node: yaml.Node, target: Target, dashed: bool = False) -> list[str]:
     """One entry as words. `name` is a flag with or without dashes, or the name of Megatron's argument. dashed: a shell gets the values,
-    which takes a backslash for the next letter's sake."""
+    which takes quotes away, and a backslash for the next letter's sake."""
     flag_name = name if name.startswith("--") else "--" + name.replace("_", "-")
     flag = target.by_name(flag_name)
     dest = name.lstrip("-").replace("-", "_")
@@ -655,7 +655,7 @@ def _entry(name: str, node: yaml.Node, target: Target, dashed: bool = False) -> 
         values = [_holes(v.value) for v in node.value[:MOST] if isinstance(v, yaml.ScalarNode)]
         return [flag_name, *values] if flag is None or flag.nargs else [flag_name, f"[{','.join(values)}]"]
     value = _holes(str(node.value))
-    value = re.sub(r"\\+(.)", r"\1", value) if dashed else value
+    value = re.sub(r"\\+(.)", r"\1", re.sub(r"^(['\"])(.*)\1$", r"\2", value)) if dashed else value
     if flag is not None and flag.nargs and not value.startswith("["):
         return [flag_name, *value.split()]
     if flag is not None and flag.nargs and (match := re.fullmatch(r"\[(.*)\]", value)):

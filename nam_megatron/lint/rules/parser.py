@@ -70,6 +70,15 @@ OF_TRAINING = (
 )  # fmt: skip
 
 
+OF_ITS_CODE = (
+    "idle-flag",
+    "documents-not-apart",
+    "rampup-ignored",
+    "ignored-flag",
+    "companion-later",
+)  # a fork's may differ
+
+
 # Flags of a script's own by which the model comes from its code.
 MODELS = re.compile(r"--([\w-]+-)?model-(provider|type|arch|name)")
 # What flags of a script's own decide otherwise than Megatron, by a word in them: how layers are cut, what experts are.
@@ -156,7 +165,7 @@ def of_another(rule: Rule, a: Args) -> bool:
     """Whether a rule is about what another program does itself: its parser and checks; a port to another device has kernels, too."""
     if NO_TRAINING.search(a.launch.script or "") and (rule.severity in (COST, DEFAULT) or rule.id in OF_TRAINING):
         return True
-    if a.rebuilt and rule.id in ("idle-flag", "documents-not-apart", "rampup-ignored", "ignored-flag"):
+    if a.rebuilt and rule.id in OF_ITS_CODE:
         return True
     if rule.id == "world-size" and any("world-size" in flag for flag in a.foreign):
         return True

@@ -5,7 +5,7 @@ from functools import partial
 
 from nam_megatron.lint.model import Model, known
 from nam_megatron.lint.rules.laws import law
-from nam_megatron.lint.rules.rule import COST, FAIL, MOE, OPEN, VALIDATE, WRONG, Rule
+from nam_megatron.lint.rules.rule import COST, FAIL, MOE, OPEN, VALIDATE, WRONG, Rule, each
 from nam_megatron.lint.values import Args
 
 
@@ -68,6 +68,7 @@ def _annealed(a: Args, m: Model) -> Iterator[str]:
             yield f"{a.written(f'lr_wsd_decay_{unit}')}\t{kept}{decay} of decay in {total}"
 
 
+UNLIKELY = {"init_method_std": 0.1, "weight_decay": 1.0, "lr": 0.1}  # from here on, a digit is wrong
 LONG = 1000  # steps; a shorter run is a trial, whose schedule is often that of the long one
 
 
@@ -297,6 +298,17 @@ RULES = (
         "in iterations the learning rate's decay and the data are counted by micro batch x data parallel samples a step, whatever it says",
         "count in samples: `--train-samples`, `--lr-decay-samples`, `--lr-warmup-samples`",
         "training/training.py get_optimizer_param_scheduler",
+    ),
+    Rule(
+        "unlikely-value",
+        OPEN,
+        "",
+        lambda a, m: each(
+            a, (n for n, bound in UNLIKELY.items() if a.optimizer == "adam" and a.said(n) and getattr(a, n) >= bound)
+        ),
+        "ten times what published runs have, or more",
+        "look at its digits",
+        "core/optimizer/optimizer_config.py",
     ),
     Rule(
         "learning-rates",
