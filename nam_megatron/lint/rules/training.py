@@ -68,7 +68,7 @@ def _annealed(a: Args, m: Model) -> Iterator[str]:
             yield f"{a.written(f'lr_wsd_decay_{unit}')}\t{kept}{decay} of decay in {total}"
 
 
-UNLIKELY = {"init_method_std": 0.1, "weight_decay": 1.0, "lr": 0.1}  # from here on, a digit is wrong
+UNLIKELY = {"init_method_std": 0.2, "weight_decay": 1.0, "lr": 0.1}  # from here on, a digit is wrong
 LONG = 1000  # steps; a shorter run is a trial, whose schedule is often that of the long one
 
 
