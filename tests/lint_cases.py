@@ -36,6 +36,11 @@ SPARSE = {
     "--no-dsa-indexer-rotate-activation": True,
 }  # fmt: skip
 DSA = {k: v for k, v in HYBRID.items()} | LATENT | SPARSE | {"--hybrid-layer-pattern": "DMDM+-"}
+CAPTURED = {"--cuda-graph-impl": "transformer_engine", "--cuda-graph-modules": "attn"}
+LINEAR = {
+    "--experimental-attention-variant": "gated_delta_net", "--linear-attention-freq": "4", "--linear-conv-kernel-dim": "4",
+    "--linear-key-head-dim": "64", "--linear-value-head-dim": "64", "--linear-num-key-heads": "4", "--linear-num-value-heads": "4",
+}  # fmt: skip
 FSDP = GPT | {"--use-megatron-fsdp": True, "--use-distributed-optimizer": True, "--ckpt-format": "fsdp_dtensor"}
 SHARDED = {"--data-parallel-sharding-strategy": "optim_grads_params"}
 TP2 = {"--tensor-model-parallel-size": "2", "--sequence-parallel": True}
@@ -99,6 +104,16 @@ CASES = {
     "dsa-reuse-source": (DSA, {"--dsa-indexer-topk-freq": "4", "--hybrid-layer-pattern": "MDMD+-"}),
     "dsa-rope-fusion": (DSA, {"--no-rope-fusion": None}),
     "dsa-rotate": (DSA, {"--no-dsa-indexer-rotate-activation": None}),
+    "graphs-recomputed-attention": (GPT | CAPTURED, {"--recompute-granularity": "selective", "--recompute-modules": "core_attn"}),
+    "graphs-recomputed-dropout": (
+        GPT | CAPTURED | {"--cuda-graph-modules": "mlp", "--hidden-dropout": "0.1"},
+        {"--recompute-granularity": "selective", "--recompute-modules": "mlp"}),
+    "sinks-uncounted": (GPT | TP2, {"--softmax-type": "learnable"}, ONE),
+    "gdn-sequence": (GPT | LINEAR, {"--tensor-model-parallel-size": "2"}, ONE),
+    "mla-sequence": (MLA | {"--transformer-impl": "local"}, {"--tensor-model-parallel-size": "2"}, ONE),
+    "yarn-share": (GPT | {"--position-embedding-type": "yarn"}, {"--rotary-percent": "0.5"}),
+    "window-mtp": (GPT | {"--window-size": "128,0", "--window-attn-skip-freq": "2"}, {"--mtp-num-layers": "1"}),
+    "moe-groups-uneven": (MOE | {"--moe-router-num-groups": "4"}, {"--moe-router-group-topk": "3"}),
     "dsa-sequence": (DSA, {"--tensor-model-parallel-size": "2"}, ONE),
     "dsa-stage-without-indexer": (DSA, {"--hybrid-layer-pattern": "DMDM|M+-M", "--pipeline-model-parallel-size": "2"}),
     "dsa-untrained-indexer": (DSA, {"--dsa-indexer-loss-coeff": None}),

@@ -13,6 +13,8 @@ from lint_cases import CASES, DSA, FSDP, HYBRID, MLA, MOE, TP2, words
 
 from nam_megatron.errors import Refused
 from nam_megatron.judge.same import flat
+from nam_megatron.laws import book
+from nam_megatron.laws.law import WRONG
 from nam_megatron.lint import describe, lint, recipe, rules
 from nam_megatron.lint.values import NotKnown
 from nam_megatron.schema import configs
@@ -103,6 +105,28 @@ def test_one_flag_steps_in_these_traps_and_no_other(letter):
 def test_every_rule_that_flags_can_step_into_is_in_the_table():
     of_scripts = {"not-the-plan", "not-built"}
     assert TABLE.keys() >= CASES.keys() and TABLE.keys() <= set(rules.BY_ID) - of_scripts
+
+
+# What our compiler refuses, since Megatron would train something else and say nothing: the rule that tells it of others' launches, or why
+# there is none.
+OF_OTHERS = {
+    "unwindowed-mtp": "window-mtp", "rope-share-odd": "rope-columns", "yarn-part-of-a-head": "yarn-share",
+    "mla-tensor-without-sequence": "mla-sequence", "gdn-tensor-without-sequence": "gdn-sequence",
+    "sequence-without-tensor": "sequence-parallel-off", "expert-groups-top-k": "moe-groups-uneven", "fused-relu-activation": "idle-flag",
+    "fused-relu-ungrouped": "idle-flag", "wandb-without-tensorboard": "idle-flag", "compiled-loss-deterministic": "deterministic",
+    "graphs-recomputed-dropout": "graphs-recomputed-dropout", "graphs-recomputed-attention": "graphs-recomputed-attention",
+    "recompute-up-projection-fsdp": "dsa-fsdp-recompute", "recompute-shared-top-k": "dsa-reuse-recompute",
+    "graphs-without-modules": "whole layers are what it means without experts, and beside them Megatron stops",
+    "recompute-without-modules": "the description has the module, which is Megatron's default and said in its help",
+    "fp8-delayed-evaluations": "so does any run of Megatron's that evaluates with the recipe that is its default",
+    "graphs-shared-top-k": "of our DSA alone", "streams-muon": "of our optimizer alone", "value-unread": "of a key without an argument",
+    "adapters-expert-bias": "of Bridge's adapters", "answers-mtp": "of Bridge's data", "answers-capacity": "of Bridge's data",
+}  # fmt: skip
+
+
+def test_what_we_refuse_as_silently_wrong_is_told_of_others_launches():
+    assert OF_OTHERS.keys() == {law.id for law in book.LAWS if law.category == WRONG}
+    assert {told for told in OF_OTHERS.values() if " " not in told} <= rules.BY_ID.keys()
 
 
 # What one flag changes: flag | launch | words that are new in rows of the description | keys of the nearest recipe, nine at most.

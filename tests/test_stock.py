@@ -27,6 +27,7 @@ ALONE = {
     "FP8 of columns that 16 does not divide": (("nam56r_native_dp_fused", *PADDED), "mamba2"),
     "answers": (("nam56r_native_dp", *BUILT[1:], "data=sft", "schedule.pretrained=/p"), "data"),
     "deterministic Mamba-2": (("nam56r_native_dp", "precision.deterministic=true"), "precision"),
+    "sinks on tensor ranks": (("nam56r_native_dp", "model.blocks.attention.sinks=true", "+overlay=tp_sp"), "attention"),
     "MTP on context ranks": (("nam56r_native_dp", "+overlay=cp", "feature.mtp.depths=1"), "parallel"),
     "a stage without experts": (
         ("nam56r_native_dp", "model.pattern='AEM|AMM'", "model.depth=6", "parallel.pipeline=2"), "parallel",
@@ -46,6 +47,8 @@ SHARED = {
     "padding in bf16": ("nam56r_native_dp", "model.blocks.mamba2.heads=54", "model.blocks.mamba2.groups=2",
                         "execution.mamba2.padded_projection=true", "execution.mamba2.strided=true"),
     "deterministic attention": ("nam56r_native_dp", "precision.deterministic=true", *DENSE),
+    "sinks on one tensor rank": ("nam56r_native_dp", "model.blocks.attention.sinks=true"),
+    "tensor ranks without sinks": ("nam56r_native_dp", "+overlay=tp_sp"),
     "context ranks without MTP": ("nam56r_native_dp", "+overlay=cp"),
     "MTP on whole sequences": ("nam56r_native_dp", "feature.mtp.depths=1"),
     "stages with experts": ("nam56r_native_dp", "model.pattern='AEM|AEM'", "model.depth=6", "parallel.pipeline=2"),

@@ -527,6 +527,21 @@ SERIES: tuple[Mend, ...] = (
         _plain_adam,
     ),
     Mend(
+        "sinks",
+        "The norm that clips counts attention's sinks of the first tensor rank alone.",
+        (
+            Place(
+                "megatron.core.tensor_parallel.layers:param_is_not_tensor_parallel_duplicate",
+                "4b03f1ce9c8caf67d1a4193294a713a044e6fc6a8c2222e88b090bf21ec5f2e6",
+            ),
+        ),
+        (f"{MEGATRON}/issues/7452", f"{MEGATRON}/pull/7530"),
+        "`softmax_offset` comes marked as sharded from the pinned Megatron-Core or Transformer Engine",
+        ("tests/cpu/test_train.py::test_each_tensor_rank_has_its_own_sinks",),
+        Moment.MODEL,
+        lambda plan: plan.recipe.parallel.tensor > 1,
+    ),
+    Mend(
         "llama_rope",
         "HybridModel keeps plain RoPE's angles where Llama-3.1's are asked for; Megatron scales them in its GPT alone.",
         (

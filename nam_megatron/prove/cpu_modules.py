@@ -126,7 +126,6 @@ class CoreAttention(torch.nn.Module):
         if config.softmax_type == "learnable":
             heads = config.num_attention_heads // pg_collection.tp.size()
             self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
-            self.softmax_offset.tensor_model_parallel, self.softmax_offset.partition_dim = True, 0
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         groups = dict(tp_group=self.group_tp, dp_cp_group=metadata["dp_cp_group"])

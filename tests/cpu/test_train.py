@@ -22,6 +22,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.mamba_mixer import MambaMixer
+from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.training import get_args
 from megatron.training.arguments import parse_and_validate_args
@@ -36,7 +37,7 @@ from nam_megatron.compile.argv import words as words_of
 from nam_megatron.compile.lower import translate
 from nam_megatron.compile.plan import Seam
 from nam_megatron.errors import REFUSED, Problem, Refused
-from nam_megatron.mends import SAID, Trainer, experts_apart, install
+from nam_megatron.mends import SAID, Trainer, experts_apart, install, sinks
 from nam_megatron.mends.series import needed
 from nam_megatron.recipe import load
 from nam_megatron.runtime import cross_entropy, padding, pretrain, rate, word_embedding
@@ -118,6 +119,17 @@ def test_experts_and_nothing_else_are_reduced_apart():
     experts_apart.install([model], None)
     apart = [name for name, p in model.named_parameters() if not getattr(p, "allreduce", True)]
     assert apart == ["layer.mlp.experts.linear_fc1.weight"]
+
+
+def test_each_tensor_rank_has_its_own_sinks():
+    """As Transformer Engine makes them, without a mark: one that the norm counts on the first rank alone."""
+    counted = partial(param_is_not_tensor_parallel_duplicate, tp_group=SimpleNamespace(rank=lambda: 1))
+    attention = torch.nn.Module()
+    attention.core_attention, attention.norm = torch.nn.Module(), torch.nn.Linear(2, 2)
+    attention.core_attention.softmax_offset = torch.nn.Parameter(torch.zeros(2))
+    assert not any(map(counted, attention.parameters()))
+    sinks.install([attention], None)
+    assert [name for name, p in attention.named_parameters() if counted(p)] == ["core_attention.softmax_offset"]
 
 
 def test_help_is_a_text_and_no_run(capsys):

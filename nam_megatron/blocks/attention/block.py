@@ -130,6 +130,10 @@ class Attention(Block):
     def expects(self, site: Site) -> Mapping[str, Any]:
         return {"softmax_type": "learnable" if self.sinks else "vanilla"}
 
+    def alone(self, site: Site) -> Iterator[str]:
+        if self.sinks and site.tensor > 1:
+            yield "Megatron 0.19.2's norm that clips counts the sinks of the first tensor rank alone"
+
     def small(self, site: Site) -> Mapping[str, int]:
         return {"head_dim": 16, "window": 8, "query_groups": max(2, site.tensor)}
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from nam_megatron.blocks.kinds import KINDS, LETTERS
 from nam_megatron.features.yarn import FIXED
 from nam_megatron.lint.model import Model
+from nam_megatron.lint.rules.laws import law
 from nam_megatron.lint.rules.rule import (
     CONFIG,
     DEFAULT,
@@ -309,5 +310,55 @@ RULES = (
         "refused at the first step by the attention of Transformer Engine under context parallelism",
         "name one of them",
         "transformer_engine 2.20 attn_forward_func_with_cp",
+    ),
+    Rule(
+        "sinks-uncounted",
+        WRONG,
+        "softmax_type|tensor_model_parallel_size",
+        lambda a, m: not m.plan and a.softmax_type == "learnable" and m.tp > 1 and bool(a.clip_grad),
+        "the norm that clips counts the sinks of the first tensor rank alone, which are not marked as sharded",
+        "mark each `softmax_offset` as tensor parallel, as our trainer does, or train them on one tensor rank",
+        "core/tensor_parallel/layers.py param_is_not_tensor_parallel_duplicate; Megatron-LM issue 7452, finding 8",
+    ),
+    Rule(
+        "gdn-sequence",
+        WRONG,
+        "sequence_parallel",
+        law("gdn-tensor-without-sequence"),
+        "tensor ranks keep their own gradients of a gated delta net's norm, whose copies then part",
+        "add `--sequence-parallel`",
+        "core/distributed/finalize_model_grads.py; Megatron-LM issue 7452, finding 11",
+    ),
+    Rule(
+        "mla-sequence",
+        WRONG,
+        "sequence_parallel",
+        lambda a, m: m.mla
+        and not m.hybrid
+        and m.tp > 1
+        and not a.sequence_parallel
+        and a.qk_layernorm
+        and a.transformer_impl == "local",
+        "Megatron's own layers sum the latent norms' gradients over tensor ranks, of which each has all of it",
+        "add `--sequence-parallel`",
+        "core/distributed/finalize_model_grads.py",
+    ),
+    Rule(
+        "yarn-share",
+        WRONG,
+        "rotary_percent",
+        lambda a, m: a.rotary_percent != 1 and (a.rope_type if m.mla else a.position_embedding_type) == "yarn",
+        "YaRN turns all columns of a head, whatever the share",
+        "leave it out",
+        "core/models/common/embeddings/yarn_rotary_pos_embedding.py",
+    ),
+    Rule(
+        "window-mtp",
+        WRONG,
+        "window_attn_skip_freq",
+        lambda a, m: bool(a.window_size and a.window_attn_skip_freq) and not m.hybrid and bool(a.mtp_num_layers),
+        "MTP's layers are counted from 1 again, and have or lack a window as the first layers do",
+        "is that meant? No flag says it of MTP's layers",
+        "core/transformer/multi_token_prediction.py, transformer/utils.py is_layer_window_attention",
     ),
 )

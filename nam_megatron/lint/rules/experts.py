@@ -189,6 +189,17 @@ RULES = (
         CONFIG,
     ),
     Rule(
+        "moe-groups-uneven",
+        WRONG,
+        "moe_router_group_topk",
+        lambda a, m: bool(a.moe_router_group_topk and a.moe_router_num_groups)
+        and a.moe_router_group_topk < a.moe_router_num_groups
+        and bool(a.moe_router_topk % a.moe_router_group_topk),
+        "a group is ranked by its best --moe-router-topk / --moe-router-group-topk experts, rounded down",
+        "choose a divisor of --moe-router-topk",
+        f"{MOE}moe_utils.py group_limited_topk",
+    ),
+    Rule(
         "moe-expert-parallel",
         FAIL,
         "expert_model_parallel_size",

@@ -66,6 +66,24 @@ def _expandable(a: Args) -> bool:
 
 RULES = (
     Rule(
+        "graphs-recomputed-attention",
+        COST,
+        "recompute_modules",
+        law("graphs-recomputed-attention"),
+        "attention that is captured keeps what its recompute would drop",
+        "leave `core_attn` out, or do not capture `attn`",
+        "core/tensor_parallel/random.py",
+    ),
+    Rule(
+        "graphs-recomputed-dropout",
+        FAIL,
+        "recompute_modules",
+        law("graphs-recomputed-dropout"),
+        "an MLP that is captured cannot draw the dropout again that its recompute needs",
+        "leave `mlp` out of one of them, or say `--hidden-dropout 0`",
+        "core/tensor_parallel/random.py",
+    ),
+    Rule(
         "graphs-ignored",
         COST,
         "cuda_graph_modules|cuda_graph_scope_deprecated",

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from nam_megatron.blocks.dsa.block import Dsa
+from nam_megatron.blocks.gdn.block import Gdn
 from nam_megatron.blocks.moe.block import Moe
 from nam_megatron.features.distributed_optimizer import DistributedOptimizer
 from nam_megatron.features.fp8 import Fp8
@@ -63,6 +64,7 @@ READ: dict[str, Callable[[Args, Model], Any]] = {
     "optim": lambda a, m: Section(Optim, a) if a.lr is not None else None,
     "moe": lambda a, m: Section(Moe, a) if m.moe and a.num_experts else None,
     Dsa.kind: lambda a, m: Section(Dsa, a) if m.checks_dsa else None,
+    Gdn.kind: lambda a, m: Section(Gdn, a) if m.gdn else None,
     "fp8": lambda a, m: Section(Fp8, a, recipe=a.fp8_recipe) if a.fp8 or a.fp8_param_gather else None,
     "recompute": lambda a, m: _recompute(a, m) if m.recompute else None,
     "cuda_graphs": lambda a, m: _graphs(a, m) if m.graphs != "none" else None,
