@@ -16,11 +16,11 @@ from nam_megatron.judge.same import SHARED_OUT, by_layout
 from nam_megatron.prove.cut import OPTIM, leaves
 from nam_megatron.recipe import to_tree
 
-START, LOSS, COUNT, GRADIENT, WEIGHT = "start", "loss", "tokens of experts", "gradient", "weight"
+START, LOSS, COUNT, GRADIENT, NORM, WEIGHT = "start", "loss", "tokens of experts", "gradient", "norm", "weight"
 BITS = "bits of the ranks"  # of two runs that have to be equal to the last one
 FORTH, BACK = "output", "output's-gradient"  # of a module
 MADE = (FORTH, BACK, GRADIENT, WEIGHT)  # a step makes
-ORDER = (START, FORTH, LOSS, COUNT, GRADIENT, WEIGHT, BITS)
+ORDER = (START, FORTH, LOSS, COUNT, GRADIENT, NORM, WEIGHT, BITS)
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class Limits:
         return max(usual, self.own.get((what, step, at), 0.0))
 
 
+EXACT = 1e-9  # of sums of whole numbers' n-ths
 # Ranks of a proof on a CPU: each is a process of half a GiB.
 MOST = 32
 # The share of tokens that bf16 may send to another expert than another order of sums would.
@@ -162,6 +163,7 @@ def rows(
     found = [
         *_scalars(reference, layout, plan, limits, steps, same),
         *_tensors(layout, names, plan, limits, steps, same, turned),
+        *_norm(layout, names, plan),
     ]
     return tuple(sorted(found, key=_place))
 
@@ -355,6 +357,20 @@ def _tensors(
                 *_of_key(plan, key),
                 note="one rank has no such tensor",
             )
+
+
+def _norm(layout: Iterable[Iterable], names: Mapping[tuple, Iterable], plan: Plan) -> Iterator[Row]:
+    """Whether the norm that clips counts every element once, by the tensor that is worst off. Adam's steps hardly show it."""
+    counted: dict[str, float] = defaultdict(float)
+    for what, _, key, *rest in itertools.chain.from_iterable(layout):
+        if what == NORM:
+            counted[key] += rest[0]
+    times = {key: counted[key] / elements for key, elements in names.get((GRADIENT, 1), ()) if key in counted}
+    if times:
+        key = max(times, key=lambda key: abs(times[key] - 1))
+        off = abs(times[key] - 1)
+        note = f"counted {times[key]:.3g} times" if off > EXACT else ""
+        yield Row(NORM, 1, key, off, EXACT, *_of_key(plan, key), note=note)
 
 
 def _relative(value: float, expected: float) -> float:

@@ -26,7 +26,7 @@ from nam_megatron.prove.compare import BACK, FORTH, hooked
 from nam_megatron.prove.tensors import Shard, fill, gathered, kept, shards, unsharded
 from nam_megatron.runtime.nonfinite import tensors
 
-GRADIENTS, WEIGHTS, BITS = "gradient", "weight", "bits"
+GRADIENTS, WEIGHTS, NORM, BITS = "gradient", "weight", "norm", "bits"
 ROUNDING = {"cpu": 2.0**-23, "cuda": 2.0**-8}  # of fp32 and bf16
 LAYER = re.compile(r"^decoder\.layers\.(\d+)")
 STOPS = re.compile(r"embedding|decoder\.layers\.\d+|mtp\.layers\.\d+\.mtp_model_layer\.layers\.\d+")
@@ -202,6 +202,7 @@ class Watch:
             optimizer.reload_model_params()
         _whole_weights(model, optimizer)
         self._tensors(WEIGHTS, 0, _weights(model))
+        self.said += [(NORM, 1, key, share) for chunk in model if not _is_fsdp(chunk) for key, share in _normed(chunk)]
 
     def _count(self, model: Any, counts: dict[str, torch.Tensor], watched: contextlib.ExitStack) -> None:
         """Add up the tokens that each expert gets, by layer number, where they leave for it: the graph of a router runs no hook."""
@@ -394,6 +395,25 @@ def _weights(model: Any) -> list[Shard]:
             continue
         found += map(kept, shards(_bare(chunk)))
     return found
+
+
+def _normed(chunk: Any) -> Iterator[tuple[str, float]]:
+    """Of each tensor how many elements the norm that clips counts on this rank; each of n ranks of data that have it takes an n-th."""
+    from megatron.core import parallel_state as ps
+    from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
+    from megatron.core.transformer.module import param_is_not_shared
+
+    groups = ps.get_tensor_model_parallel_group(), ps.get_expert_tensor_parallel_group()
+    dense, experts = (
+        ps.get_data_parallel_world_size(with_context_parallel=True), ps.get_expert_data_parallel_world_size(),
+    )  # fmt: skip
+
+    def share(p: torch.nn.Parameter) -> torch.Tensor:
+        counted = param_is_not_shared(p) and param_is_not_tensor_parallel_duplicate(p, *groups)
+        ranks = dense if getattr(p, "allreduce", True) else experts
+        return torch.full(p.shape, counted / ranks, dtype=torch.float64)
+
+    yield from ((key, local.sum().item()) for key, _, _, local in gathered(_bare(chunk), share))
 
 
 def _is_fsdp(chunk: Any) -> bool:

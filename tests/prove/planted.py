@@ -220,6 +220,18 @@ def mamba3s_shared_norms_lose_the_other_ranks_groups():
     with_gradients(forget, after=False)
 
 
+@bug("tensor", what="norm")
+def a_shard_is_not_marked_as_one():
+    """As Transformer Engine's sinks are, which Megatron's norm counts on the first rank alone."""
+    from megatron.core.distributed import DistributedDataParallel as Ddp
+
+    @around(Ddp, "__init__")
+    def made(old, self, *args, **named):
+        old(self, *args, **named)
+        parameter = next(p for name, p in self.named_parameters() if name.endswith("linear_proj.weight"))
+        parameter.tensor_model_parallel = False
+
+
 # Data and experts ----------------------------------------------------------------------------------------------------
 
 

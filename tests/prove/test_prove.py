@@ -242,6 +242,16 @@ def test_shards_are_added_up_and_the_worst_replica_counts():
     assert compared(*halves, other_replica)[key].off == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize(("shares", "off"), [((4.0, 2.0, 2.0), 0), ((4.0,), 0.5), ((8.0, 8.0), 1)])
+def test_the_norm_counts_a_tensor_once_over_all_ranks(shares, off):
+    key, other = "decoder.layers.1.mlp.router.weight", "decoder.layers.2.input_layernorm.weight"
+    said = [[("norm", 1, key, share), ("norm", 1, other, 3.0 / len(shares))] for share in shares]
+    names = {("gradient", 1): [(other, 3), (key, 8)]}
+    (found,) = (r for r in compare.rows((), said, names, plan(), FP32, [1]) if r.what == "norm")
+    assert (found.off, found.agrees) == (off, not off)
+    assert not off or (found.name, found.note) == (key, f"counted {sum(shares) / 8:g} times")
+
+
 def test_sums_over_all_tokens_are_judged_by_the_largest_of_their_streams():
     """But not the weights that steps by them make."""
     keys = [f"decoder.layers.1.hyper_connection.{name}" for name in ("alpha_pre", "mapping_proj.weight")]
