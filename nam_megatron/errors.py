@@ -23,10 +23,8 @@ OK, FINDINGS, REFUSED, INCOMPLETE = 0, 1, 2, 3
 INTERRUPTED = 130  # Ctrl-C, as shells count it
 # What a disk or a network's file system says that cannot be used any more, whoever asked it; of a file that is already open without a name.
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG, errno.ESTALE, errno.EINTR, errno.ETIMEDOUT)
-OF_FILE = {
-    errno.ENAMETOOLONG: None,
-    errno.EACCES: "let this user read it",
-}  # the first is a value in the place of a name
+# Of a value in the place of a name, and of another user's file: what helps.
+OF_FILE = {errno.ENAMETOOLONG: None, errno.EACCES: "let this user read it"}
 # What moves a cursor, or turns the writing round: a refusal quotes files that may be anybody's.
 UNSHOWN = dict.fromkeys(
     {*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)} - {9, 10},
@@ -157,8 +155,9 @@ def finish(command: Callable[[], int]) -> NoReturn:
             raise
         code = REFUSED
         what = f"`{str(err.filename)[:200]}`: {err.strerror}" if err.filename else f"cannot write: {err.strerror}"
-        law = "file-error" if err.errno in OF_FILE else "not-writable"
-        problem = Problem(what, hint=OF_FILE.get(err.errno, ROOM), law=law)
+        problem = Problem(what, hint=ROOM, law="not-writable")
+        if err.errno in OF_FILE:
+            problem = Problem(what, hint=OF_FILE[err.errno], law="file-error")
         sys.stderr.write(Refused(problem).render())
     except RuntimeError as err:
         if not str(err).startswith("Symlink loop"):  # as Path.resolve says it

@@ -404,9 +404,8 @@ def _normed(chunk: Any) -> Iterator[tuple[str, float]]:
     from megatron.core.transformer.module import param_is_not_shared
 
     groups = ps.get_tensor_model_parallel_group(), ps.get_expert_tensor_parallel_group()
-    dense, experts = (
-        ps.get_data_parallel_world_size(with_context_parallel=True), ps.get_expert_data_parallel_world_size(),
-    )  # fmt: skip
+    dense = ps.get_data_parallel_world_size(with_context_parallel=True)
+    experts = ps.get_expert_data_parallel_world_size()
 
     def share(p: torch.nn.Parameter) -> torch.Tensor:
         counted = param_is_not_shared(p) and param_is_not_tensor_parallel_duplicate(p, *groups)

@@ -25,4 +25,5 @@ def irregular(paths: Iterable[Path], key: str | None = None) -> Iterator[Problem
                 hint = "take it away, or put a file there"
                 yield Problem(f"`{path}` is {what}, and no file", key=key, hint=hint, law="no-regular-file")
     except OSError as err:
-        yield Problem(f"`{err.filename}` cannot be read: {err.strerror}", key=key, hint="as which user does it run?")
+        message = f"`{err.filename}` cannot be read: {err.strerror}"
+        yield Problem(message, key=key, hint="as which user does it run?", law="file-error")

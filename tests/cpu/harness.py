@@ -115,6 +115,7 @@ def recipe_of(
         blocks=Blocks.model_validate(blocks),
         feature=SimpleNamespace(**dict.fromkeys(FEATURES) | {f.name: f for f in on}, all=lambda: iter(on)),
         precision=SimpleNamespace(attention_kernels="transformer_engine"),
+        parallel=SimpleNamespace(tensor=1),  # as the series of mends asks
     )
 
 
