@@ -114,7 +114,8 @@ class Events:
             self.early = self.early or event["step"] * (by not in self._at)
             newest = self.world - 1, self._process.get(rank, event["pid"])
             self.stray = self.stray or event["step"] * (by != newest)
-            self.firsts |= {event["step"]} if not self._at.get(by) else set()
+            if not self._at.get(by):
+                self.firsts.add(event["step"])
             self._at[by] = event["step"]
             self.said.steps[event["step"]] = steps.Step(event["step"], event["of"], values, when)
         elif kind in ("saving", "scheduled", "saved"):

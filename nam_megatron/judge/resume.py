@@ -23,6 +23,7 @@ from nam_megatron.judge import same
 from nam_megatron.recipe.data import Data
 from nam_megatron.recipe.training import STAGE
 from nam_megatron.tracker import INTEGRITY, RELEASE, TRACKER
+from nam_megatron.words.regular import closed
 
 PLAN, DATA = "plan.json", "data.json"
 HASHED = f"{manifest.TOKENIZER}/{manifest.TOKENS}"  # as a dataset's manifest names its tokenizer's file
@@ -51,8 +52,7 @@ def seen(look: Callable[..., Iterator[Problem]]) -> Callable[..., Iterator[Probl
         except OSError as err:
             folders = lowering.plan.recipe.schedule.model_dump(include={"load", "save", "pretrained"}).items()
             key = next((f"schedule.{name}" for name, folder in folders if folder and folder in str(err.filename)), None)
-            hint = "as which user does it run?"
-            yield Problem(f"`{err.filename}` cannot be read: {err.strerror}", key=key, hint=hint)
+            yield closed(err, key)
 
     return looked
 

@@ -22,11 +22,11 @@ import torch
 
 from nam_megatron.compile.argv import argv
 from nam_megatron.compile.lower import Lowering
-from nam_megatron.prove.compare import BACK, FORTH, hooked
+from nam_megatron.prove.compare import BACK, FORTH, NORM, hooked
 from nam_megatron.prove.tensors import Shard, fill, gathered, kept, shards, unsharded
 from nam_megatron.runtime.nonfinite import tensors
 
-GRADIENTS, WEIGHTS, NORM, BITS = "gradient", "weight", "norm", "bits"
+GRADIENTS, WEIGHTS, BITS = "gradient", "weight", "bits"
 ROUNDING = {"cpu": 2.0**-23, "cuda": 2.0**-8}  # of fp32 and bf16
 LAYER = re.compile(r"^decoder\.layers\.(\d+)")
 STOPS = re.compile(r"embedding|decoder\.layers\.\d+|mtp\.layers\.\d+\.mtp_model_layer\.layers\.\d+")
@@ -202,7 +202,8 @@ class Watch:
             optimizer.reload_model_params()
         _whole_weights(model, optimizer)
         self._tensors(WEIGHTS, 0, _weights(model))
-        self.said += [(NORM, 1, key, share) for chunk in model if not _is_fsdp(chunk) for key, share in _normed(chunk)]
+        if not self.side.reference:  # whose one rank counts everything
+            self.said += [(NORM, 1, *counted) for chunk in model if not _is_fsdp(chunk) for counted in _normed(chunk)]
 
     def _count(self, model: Any, counts: dict[str, torch.Tensor], watched: contextlib.ExitStack) -> None:
         """Add up the tokens that each expert gets, by layer number, where they leave for it: the graph of a router runs no hook."""
@@ -412,7 +413,8 @@ def _normed(chunk: Any) -> Iterator[tuple[str, float]]:
         ranks = dense if getattr(p, "allreduce", True) else experts
         return torch.full(p.shape, counted / ranks, dtype=torch.float64)
 
-    yield from ((key, local.sum().item()) for key, _, _, local in gathered(_bare(chunk), share))
+    for key, _, _, local in gathered(_bare(chunk), share):
+        yield key, local.sum().item()
 
 
 def _is_fsdp(chunk: Any) -> bool:

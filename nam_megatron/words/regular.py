@@ -25,5 +25,10 @@ def irregular(paths: Iterable[Path], key: str | None = None) -> Iterator[Problem
                 hint = "take it away, or put a file there"
                 yield Problem(f"`{path}` is {what}, and no file", key=key, hint=hint, law="no-regular-file")
     except OSError as err:
-        message = f"`{err.filename}` cannot be read: {err.strerror}"
-        yield Problem(message, key=key, hint="as which user does it run?", law="file-error")
+        yield closed(err, key)
+
+
+def closed(err: OSError, key: str | None) -> Problem:
+    """Of a folder that this user may not look into."""
+    message = f"`{err.filename}` cannot be read: {err.strerror}"
+    return Problem(message, key=key, hint="as which user does it run?", law="file-error")

@@ -8,9 +8,8 @@ from nam_megatron.lint.rules.laws import law
 from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, MOE, OPEN, VALIDATE, Rule
 from nam_megatron.lint.values import Args
 
-AMD = re.compile(
-    r"rocm|\b(HSA|HIP|ROCR|MIOPEN)_", re.IGNORECASE
-)  # which takes no queues from CUDA_DEVICE_MAX_CONNECTIONS
+# Whose GPUs take no queues from CUDA_DEVICE_MAX_CONNECTIONS.
+AMD = re.compile(r"rocm|\b(HSA|HIP|ROCR|MIOPEN)_", re.IGNORECASE)
 
 
 def _graph_modules(a: Args, m: Model) -> Iterator[str]:

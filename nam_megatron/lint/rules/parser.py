@@ -19,7 +19,7 @@ from nam_megatron.lint.rules.rule import (
     When,
     each,
     without,
-)  # fmt: skip
+)
 from nam_megatron.lint.values import CHOICES, STRANGERS, Args, Trouble, alike, harmless, nearly_a_choice, set_where
 
 # Old names, which 0.19.2 takes with a warning: a note.
@@ -70,15 +70,8 @@ OF_TRAINING = (
 )  # fmt: skip
 
 
-OF_ITS_CODE = (
-    "idle-flag",
-    "documents-not-apart",
-    "rampup-ignored",
-    "ignored-flag",
-    "companion-later",
-)  # a fork's may differ
-
-
+# What a program's code does, of which a fork's may do something else.
+OF_ITS_CODE = ("idle-flag", "documents-not-apart", "rampup-ignored", "ignored-flag", "companion-later")
 # Flags of a script's own by which the model comes from its code.
 MODELS = re.compile(r"--([\w-]+-)?model-(provider|type|arch|name)")
 # What flags of a script's own decide otherwise than Megatron, by a word in them: how layers are cut, what experts are.
