@@ -3,8 +3,8 @@
     {"run": NONCE, "rank": 3, "pid": 17, "n": 4, "at": 1790000000.5, "event": "step", "step": 12, ...}
 
 A launcher draws the nonce of a run, makes the file and hands the nonce down in the environment; without one nothing is written. `n`
-counts what a process has said, so a reader sees that a line is missing. The hosts of a job have a file each, `events.<host number>.jsonl`
-beside the launcher's, since appends of several hosts to one file are not safe on every file system.
+counts what a process has said, so a reader sees that a line is missing; an empty line says nothing. The hosts of a job have a file
+each, `events.<host number>.jsonl`, since appends of several hosts to one file are not safe on every file system.
 
     launched, over    the launcher (rank null): before the trainer is started, and once it has ended (code)
     start             every rank: trainer, world, and the host's number; a process that is started again says it again
@@ -89,7 +89,7 @@ class Record:
 
     @staticmethod
     def _torn(file: int) -> bool:
-        """Whether somebody's last line is not whole: ours would be lost with it."""
+        """Whether somebody's last line is not whole, as one looks that is being written: ours would be lost with it."""
         size = os.lseek(file, 0, os.SEEK_END)
         return size > 0 and os.pread(file, 1, size - 1) != b"\n"
 

@@ -24,7 +24,7 @@ TWO = (*SHORT, "cluster=h200_2", "parallel.pipeline=2", "model.letters.E=mlp")
 
 
 def told(folder: Path, *overrides: str, world: int = 1, before: Callable[[], object] = lambda: None) -> list[dict]:
-    """What was said, in the order of the file."""
+    """What was said, in the order of the file. Two ranks that write at one time may leave an empty line."""
 
     def ready() -> None:
         os.environ[NONCE] = "mine"
@@ -33,7 +33,7 @@ def told(folder: Path, *overrides: str, world: int = 1, before: Callable[[], obj
     ranks = run(folder, *overrides, world=world, before=ready)
     (folder / "log.txt").write_text("".join(rank.out + rank.err for rank in ranks))
     (folder / "codes").write_text(json.dumps([rank.code for rank in ranks]))
-    return [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
+    return [json.loads(line) for line in (folder / FILE).read_text().splitlines() if line]
 
 
 def of(said: list[dict], *names: str, rank: int | None = None) -> list[dict]:

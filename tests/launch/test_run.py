@@ -561,7 +561,7 @@ def test_a_torn_line_costs_no_other(tmp_path):
     """A process that is killed, or a full disk, may leave half a line; the next one begins its own. The first is as long as one may be."""
     said_by(tmp_path, step(1) | {"of": 2**53 - 1, "more": "x" * 65_000})
     with open(tmp_path / events.FILE, "a") as file:
-        file.write('{"run": "mine", "rank": 0, "n": 3, "at"')
+        file.write('\n{"run": "mine", "rank": 0, "n": 3, "at"')  # two that write at once leave an empty one
     came = outcome.of_run(tmp_path, {"nonce": "mine"})
     assert (came["figures"]["last_step"], came["events"]["strange"], came["last_step"]) == (1, 1, None)
     said_by(tmp_path, step(5), end(5))  # started again
