@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_train import run, trained
+from test_train import run, signed, trained
 
 from nam_megatron.runtime import checkpoint, checksums
 
@@ -39,12 +39,6 @@ def found(step: Path, **words) -> list[str]:
     return [p.message for p in checkpoint.damage(step.parent, **words)]
 
 
-def resigned(step: Path) -> None:
-    """Whoever can write a checkpoint can write its checksums."""
-    (step / checksums.NAME).unlink(missing_ok=True)
-    checksums.put(step, checksums.digests(step, checksums.names(step)))
-
-
 def test_each_file_that_was_saved_has_its_checksum(step):
     told = checksums.read(step)
     assert {".metadata", "metadata.json", "__0_0.distcp", "__1_0.distcp"} <= told.keys()
@@ -55,7 +49,7 @@ def test_each_file_that_was_saved_has_its_checksum(step):
 def test_what_a_broken_save_left_is_not_among_what_is_hashed(step):
     """A kill before the file of checksums has its name: the next save takes that name away."""
     (step / f"{checksums.NAME}.part").write_text("{")
-    resigned(step)
+    signed(step)
     assert found(step) == []
 
 
@@ -96,7 +90,7 @@ def test_every_mutation_of_the_index_is_a_finding(step):
                     made[(at := rng.randrange(len(made))) : at] = rng.randbytes(rng.randrange(1, 64))
         path.write_bytes(made)
         assert any("`.metadata` is not what was saved" in text for text in found(step, thorough=False))
-        resigned(step)
+        signed(step)
         refused += bool(found(step, thorough=False))
     assert refused > MUTATIONS // 2
 
@@ -129,7 +123,7 @@ def test_a_crafted_checkpoint_runs_no_code(step, tmp_path, where):
             torch.save([Code(marker)], file)
         index.storage_data[key].offset, index.storage_data[key].length = size, shard.stat().st_size - size
         path.write_bytes(pickle.dumps(index))
-    resigned(step)
+    signed(step)
     said = found(step)
     assert len(said) == 1 and re.search(r"posix\.system|os\.system|has no place in an index", said[0])
     assert not marker.exists()
@@ -141,7 +135,7 @@ def test_a_crafted_checkpoint_runs_no_code(step, tmp_path, where):
 def test_an_index_may_name_nothing_but_its_own_parts(step, call):
     module, _, name = call.rpartition(".")
     (step / ".metadata").write_bytes(f"c{module}\n{name}\n(S'true'\ntR.".encode())
-    resigned(step)
+    signed(step)
     assert [text for text in found(step) if "has no place in an index" in text]
 
 
@@ -149,7 +143,7 @@ def test_an_index_changes_no_class(step):
     """BUILD with a pair of states sets attributes, and of a class too."""
     head = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
     (step / ".metadata").write_bytes(head + b"(N(dS'storage_data'\nI1\nstb.")
-    resigned(step)
+    signed(step)
     assert len(found(step)) == 1
 
 
@@ -158,7 +152,7 @@ def test_an_index_names_files_of_its_own_checkpoint_only(step, name):
     index = pickle.loads((step / ".metadata").read_bytes())
     next(iter(index.storage_data.values())).relative_path = name
     (step / ".metadata").write_bytes(pickle.dumps(index))
-    resigned(step)
+    signed(step)
     assert "which is no file of this checkpoint" in found(step)[0]
 
 

@@ -184,7 +184,7 @@ def written_by_two_stages(checkpoint: Path, out: Path) -> None:
         )
 
     assert [rank.code for rank in pretend.fork(2, job, 400.0)] == [0, 0]
-    checksums.put(step, checksums.digests(step, checksums.names(step)))
+    test_train.signed(step)
     (out / "plan.json").write_text(plan_json(lowering))
     shutil.copyfile(checkpoint / "latest_checkpointed_iteration.txt", out / "latest_checkpointed_iteration.txt")
     assert {path.name for path in step.glob("*.distcp")} >= {"__0_0.distcp", "__1_0.distcp"}
@@ -616,10 +616,6 @@ def refusal(path: Path, capsys) -> str:
     return capsys.readouterr().err
 
 
-def signed(step: Path) -> None:
-    checksums.put(step, checksums.digests(step, checksums.names(step)))
-
-
 @pytest.fixture
 def prompts(tmp_path) -> Path:
     (tmp_path / "p.jsonl").write_text('{"tokens": [1, 2, 3]}\n')
@@ -864,7 +860,7 @@ def test_an_index_that_would_run_code_is_refused(made, tmp_path, prompts, capsys
             return os.system, (f"touch {tmp_path}/ran",)
 
     (tmp_path / "ckpt" / "iter_0000003" / ".metadata").write_bytes(pickle.dumps(Evil()))
-    signed(tmp_path / "ckpt" / "iter_0000003")
+    test_train.signed(tmp_path / "ckpt" / "iter_0000003")
     assert "it asks for `posix.system`" in refusal(tmp_path / "ckpt", capsys)
     assert not (tmp_path / "ran").exists()
 
@@ -874,7 +870,7 @@ def test_a_cut_checkpoint_is_refused_by_tensor(made, tmp_path, prompts, capsys):
     path = tmp_path / "ckpt" / "iter_0000003" / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:40000])
     assert f"checkpoint `{path.parent}` is damaged: `{path.name}`" in refusal(tmp_path / "ckpt", capsys)
-    signed(path.parent)
+    test_train.signed(path.parent)
     said = refusal(tmp_path / "ckpt", capsys)
     assert f"in `{path}` is damaged" in said and "error: `" in said
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from test_train import lowered
+from test_train import lowered, signed
 
 from nam_megatron.compile.lower import translate
 from nam_megatron.data import identity, manifest
@@ -37,11 +37,6 @@ def step(tmp_path) -> Path:
     (folder.parent / TRACKER).write_text("12")
     signed(folder)
     return folder
-
-
-def signed(step: Path) -> None:
-    (step / checksums.NAME).unlink(missing_ok=True)
-    checksums.put(step, checksums.digests(step, checksums.names(step)))
 
 
 def found(step: Path, **words) -> list[str]:

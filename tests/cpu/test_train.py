@@ -40,7 +40,7 @@ from nam_megatron.errors import REFUSED, Problem, Refused
 from nam_megatron.mends import SAID, Trainer, experts_apart, install, sinks
 from nam_megatron.mends.series import needed
 from nam_megatron.recipe import load
-from nam_megatron.runtime import cross_entropy, padding, pretrain, rate, word_embedding
+from nam_megatron.runtime import checksums, cross_entropy, padding, pretrain, rate, word_embedding
 from nam_megatron.runtime.stack import hybrid_stack_spec
 
 SMALL = ("model.seq_length=32", "model.pattern=AEMEAE", "model.depth=6", "model.hidden_size=64", "model.vocab_size=256")
@@ -72,6 +72,12 @@ def run(folder: Path, *overrides: str, world: int = 1, before=lambda: None, main
         return main(words, time.time())
 
     return pretend.fork(world, job)
+
+
+def signed(step: Path) -> None:
+    """Its checksums made anew, as whoever can write a checkpoint can."""
+    (step / checksums.NAME).unlink(missing_ok=True)
+    checksums.put(step, checksums.digests(step, checksums.names(step)))
 
 
 def logged(ranks: list[pretend.Rank], what: str = "lm loss") -> list[float]:
