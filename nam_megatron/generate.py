@@ -18,6 +18,7 @@ from nam_megatron.errors import OK, Problem, Refused, finish, keyless, not_there
 from nam_megatron.hf import KERNELS
 from nam_megatron.parser import Parser
 from nam_megatron.words.argtypes import between, count, whole
+from nam_megatron.words.regular import closed
 
 if TYPE_CHECKING:
     import torch
@@ -252,7 +253,9 @@ def _behind(tokenizer: Any, prompt: Sequence[int], new: Sequence[int | None]) ->
 def _lines(path: Path) -> Iterable[dict[str, Any]]:
     try:
         texts = codecs.decode(path.read_bytes(), "utf-8").split("\n")
-    except (OSError, ValueError) as err:
+    except OSError as err:
+        raise Refused(closed(err)) from None
+    except ValueError as err:
         raise Refused(Problem(f"`{path}` cannot be read: {err}")) from None
     for number, text in enumerate(texts, 1):
         if not text.strip():

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from nam_megatron.errors import Problem, Refused, not_there, raise_if
-from nam_megatron.words.regular import irregular
+from nam_megatron.words.regular import closed, irregular
 
 TRACKER = "latest_checkpointed_iteration.txt"
 INTEGRITY = "integrity.json"  # the checksums of a step, in it
@@ -32,9 +32,7 @@ def newest(folder: Path, key: str | None = None) -> Path:
             Problem(f"no checkpoint in `{folder}`", key=key, hint=f"it holds no `{TRACKER}`", law="checkpoint-missing")
         ) from None
     except OSError as err:
-        raise Refused(
-            Problem(f"`{tracker}` cannot be read: {err.strerror}", key=key, law="tracker-unreadable")
-        ) from None
+        raise Refused(closed(err, key)) from None
     if said == RELEASE:
         return folder / RELEASE
     if said.isascii() and said.isdecimal() and len(said) < 10:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nam_megatron.data import manifest
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.words import regular
-from nam_megatron.words.regular import irregular
+from nam_megatron.words.regular import closed, irregular
 
 if TYPE_CHECKING:
     from nam_megatron.recipe.data import Data
@@ -118,7 +118,7 @@ def _file(path: Path) -> dict[str, Any]:
     try:
         return {"sha256": content(path), "bytes": path.stat().st_size}
     except OSError as err:
-        raise Refused(Problem(f"`{path}` cannot be read: {err.strerror}", key="data.path")) from None
+        raise Refused(closed(err, "data.path")) from None
 
 
 def _tokenizer(folder: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from nam_megatron.data.manifest import digest
 from nam_megatron.errors import Problem, Refused, raise_if
-from nam_megatron.words.regular import irregular
+from nam_megatron.words.regular import closed, irregular
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
@@ -113,7 +113,7 @@ def files(tree: Source) -> list[Path]:
 
 def _closed(err: OSError) -> None:
     """Its documents would be left out without a word."""
-    raise Refused(Problem(f"`{err.filename}` cannot be read: {err.strerror}", hint="let this user read it"))
+    raise Refused(closed(err))
 
 
 def twins(inputs: Sequence[Source]) -> Iterator[tuple[Path, Path]]:

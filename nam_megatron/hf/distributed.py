@@ -25,7 +25,7 @@ from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.judge.resume import PLAN
 from nam_megatron.runtime import checksums
 from nam_megatron.tracker import RELEASE, TRACKER, newest
-from nam_megatron.words.regular import irregular
+from nam_megatron.words.regular import closed, irregular
 
 COMPARED = ("hybrid_layer_pattern", "hidden_size", "num_attention_heads")
 # How 0.19.2 names what it saves.
@@ -132,7 +132,7 @@ class Checkpoint:
                 raise ValueError(f"{stored.length - len(data)} bytes are missing")
             piece = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except OSError as err:
-            raise Refused(Problem(f"`{path}` cannot be read: {err.strerror}")) from None
+            raise Refused(closed(err)) from None
         except Exception as err:
             raise Refused(Problem(f"`{key}` in `{path}` is damaged: {str(err).splitlines()[0][:200]}")) from None
         if not isinstance(piece, torch.Tensor):

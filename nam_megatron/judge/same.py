@@ -17,6 +17,7 @@ from nam_megatron.errors import Problem, Refused
 from nam_megatron.features.names import FEATURES
 from nam_megatron.recipe import config_at, filled, from_tree
 from nam_megatron.recipe.resolve import unread
+from nam_megatron.words.regular import closed
 
 # Keys of older plans, and why they computed nothing.
 RETIRED = {"precision.name": "a name"}
@@ -191,9 +192,7 @@ def read(path: Path) -> dict[str, Any]:
         if not all(isinstance(s, Mapping) and {"name", "key", "value", "owner"} <= s.keys() for s in tree["settings"]):
             raise ValueError("its settings are none")
     except OSError as err:
-        raise Refused(
-            Problem(f"`{path}` cannot be read: {err.strerror}", key="schedule.load", law="plan-unreadable")
-        ) from None
+        raise Refused(closed(err, "schedule.load")) from None
     except (ValueError, AttributeError, RecursionError, KeyError, TypeError) as err:
         raise Refused(
             Problem(f"`{path}` cannot be understood: {err}", key="schedule.load", law="plan-unreadable")

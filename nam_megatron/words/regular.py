@@ -28,7 +28,7 @@ def irregular(paths: Iterable[Path], key: str | None = None) -> Iterator[Problem
         yield closed(err, key)
 
 
-def closed(err: OSError, key: str | None) -> Problem:
-    """Of a folder that this user may not look into."""
-    message = f"`{err.filename}` cannot be read: {err.strerror}"
-    return Problem(message, key=key, hint="as which user does it run?", law="file-error")
+def closed(err: OSError, key: str | None = None) -> Problem:
+    """Of a file or folder that is not there, or that this user may not look into."""
+    hint = "as which user does it run?" if isinstance(err, PermissionError) else None
+    return Problem(f"`{err.filename}` cannot be read: {err.strerror}", key=key, hint=hint, law="file-error")
