@@ -143,14 +143,10 @@ class Model:
             return tuple((n, SYMBOLS[c]) for n, c in enumerate(self.parts[0].replace("|", ""), 1))
         if self.num_layers > MOST:
             raise NotKnown("num_layers")
-        linear = (
-            _every(self.a.linear_attention_freq, self.num_layers, last_is=0)
-            if self.variant == "gated_delta_net"
-            else None
-        )
+        linear = _every(self.a.linear_attention_freq, self.num_layers) if self.variant == "gated_delta_net" else None
         attention = "dsa" if self.variant == "dsa" else "mla" if self.mla else "attention"
         sparse = (
-            _every(self.a.moe_layer_freq, self.num_layers, first_is=1) if self.a.num_experts else [0] * self.num_layers
+            _every(self.a.moe_layer_freq, self.num_layers, first=True) if self.a.num_experts else [0] * self.num_layers
         )
         found = []
         for i in range(self.num_layers):
@@ -604,10 +600,8 @@ class Model:
         return value
 
 
-def _every(
-    frequency: int | list[int] | None, layers: int, first_is: int | None = None, last_is: int | None = None
-) -> list[int]:
-    """A frequency as a list: every n-th layer is 1 from the first on, or all but every n-th are 1.
+def _every(frequency: int | list[int] | None, layers: int, first: bool = False) -> list[int]:
+    """A frequency as a list: every n-th layer is 1 from the `first` on, or all but every n-th are 1.
 
     A list of another length, 0 and nothing stop Megatron, and a rule says so. Here a list is cut or its last entry goes on, and every
     layer counts: the rest of the report stands.
@@ -617,7 +611,7 @@ def _every(
             raise NotKnown("layer frequency")
         return (frequency + frequency[-1:] * layers)[:layers]
     frequency = abs(frequency or 1)
-    if first_is is not None:
+    if first:
         return [int(i % frequency == 0) for i in range(layers)]
     return [int((i + 1) % frequency != 0) for i in range(layers)]
 
