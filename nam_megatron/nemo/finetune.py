@@ -11,8 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 from megatron.bridge.data.builders import GPTSFTDatasetConfig as Samples
 from megatron.bridge.data.builders import PromptCompletionSFTPreprocessingConfig
+from megatron.bridge.data.datasets.utils import build_index_from_memdata
 
 from nam_megatron import tracker
 from nam_megatron.compile.argv import plan_json
@@ -182,11 +184,15 @@ def sign(recipe: Recipe) -> None:
 
 
 def forget(recipe: Recipe) -> None:
-    """Remove Bridge's index of where the lines of an older file of samples began: it looks only whether one is there."""
+    """Remove Bridge's index of where lines end if it is of another file of samples: Bridge looks only whether one is there."""
     for folder in recipe.data.folders if recipe.data.sft else ():
         path = Path(folder) / SAMPLES
         index = path.with_name(f"{SAMPLES}.idx.npy")
-        if index.is_file() and index.stat().st_mtime_ns <= path.stat().st_mtime_ns:
+        try:
+            same = numpy.array_equal(numpy.load(index), build_index_from_memdata(str(path), ord("\n")))
+        except (OSError, ValueError, EOFError):
+            same = False
+        if not same:
             index.unlink(missing_ok=True)
 
 

@@ -19,10 +19,12 @@ import megatron.bridge.peft.utils as peft
 import megatron.bridge.training.pretrain as bridge
 import megatron.bridge.training.setup as bridge_setup
 import modules
+import numpy
 import pretend
 import pytest
 import torch
 import transformer_engine.pytorch.cpp_extensions as engine
+from megatron.bridge.data.datasets.utils import _JSONLMemMapDataset
 from megatron.bridge.training import gpt_step
 from megatron.core.dist_checkpointing.strategies import async_utils
 from megatron.core.models.common.embeddings import rope_utils
@@ -350,6 +352,25 @@ def test_answers_alone_are_learned_from_pretrained_weights_and_resumed(pretraine
     finetune.sign(translate(load("nam56r_smoke", (*SMALL, *goes_on))).plan.recipe)
     (pretrained / "training.jsonl").write_text("".join(json.dumps(s) + "\n" for s in SAMPLES[::-1]))
     assert unfit(*goes_on) == ["what stands there is not what the run began with"]
+
+
+def test_an_index_of_other_samples_is_forgotten(tmp_path):
+    """Bridge would read lines to the ends that it names, and none behind the last, whatever came first: copies keep their times."""
+    path, index = tmp_path / "training.jsonl", tmp_path / "training.jsonl.idx.npy"
+    recipe = translate(load("nam56r_smoke", (*SMALL, *sft(tmp_path)))).plan.recipe
+
+    def indexed(text: str) -> list[int]:
+        path.write_text(text)
+        finetune.forget(recipe)
+        _JSONLMemMapDataset([str(path)], workers=1)
+        return numpy.load(index).tolist()
+
+    first, made = indexed('{"a": 1}\n{"a": 2}\n'), index.stat()
+    assert indexed('{"a": 1}\n{"a": 2}\n') == first == [8, 17] and index.stat() == made, "it stays"
+    os.utime(index, (2e9, 2e9))
+    assert indexed('{"a": 1}\n{"a": 2}\n{"a": 3}') == [8, 17, 27]
+    index.write_bytes(b"")
+    assert indexed('{"a": 1}\n') == [8]
 
 
 def test_a_blend_of_answers_is_learned_in_its_shares_and_resumed(pretrained, tmp_path):
