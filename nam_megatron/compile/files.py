@@ -26,7 +26,7 @@ from nam_megatron.words.nested import compose
 HEADER = 512  # characters in which Hydra looks for its header
 MOST = 100_000  # values of a file, each use of an anchor counted
 MOST_BYTES = 2**21  # of a file; YAML is read at a megabyte a second and more than once
-Seen = dict[Path, tuple[int, int] | None]  # files as they were when they were looked for
+Seen = dict[Path, tuple[int, int, int] | None]  # files as they were when they were looked for
 GLOBAL = ("preset", "overlay")  # groups whose files lay themselves over the whole recipe
 
 
@@ -98,13 +98,13 @@ def searching(own: Sequence[Path]) -> Iterator[None]:
         Folders.own = before
 
 
-def state(file: Path) -> tuple[int, int] | None:
-    """What another content changes: when it was written, and its bytes. None of a file that is not there."""
+def state(file: Path) -> tuple[int, int, int] | None:
+    """What another content changes: its bytes, and when it was written or, by a copy that keeps its time, laid there. None: not there."""
     try:
         stat = file.stat()
     except (OSError, ValueError):
         return None
-    return stat.st_mtime_ns, stat.st_size
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 def unchanged(seen: Seen) -> bool:
@@ -124,7 +124,7 @@ def read(file: Path) -> Read:
     """A config file; read once for as long as it is not written to. Raises Refused."""
     try:
         stat = file.stat()
-        return _read(file, stat.st_mtime_ns, stat.st_size)
+        return _read(file, stat.st_size, (stat.st_mtime_ns, stat.st_ctime_ns))
     except UnicodeDecodeError as err:
         problem = Problem(
             f"{short(file)} is not UTF-8: {err.reason} at byte {err.start}",
@@ -145,7 +145,7 @@ def read(file: Path) -> Read:
 
 
 @cache
-def _read(file: Path, _written: int, bytes_: int) -> Read:
+def _read(file: Path, bytes_: int, _written: tuple[int, int]) -> Read:
     if bytes_ > MOST_BYTES:
         message = f"`{file}` has {bytes_:,} bytes, more than a config file has"
         raise Refused(Problem(message, hint=f"{MOST_BYTES:,} are enough", law="file-too-large"))
