@@ -115,7 +115,7 @@ def pin(queue: Queue) -> str:
     return (
         f"packages = {json.dumps(list(queue.packages))}\n"
         f'source = "{queue.source}"\n\n'
-        "# Git's tree hash of the packages' Python files (launch/record/tree.py), pristine and with the series applied.\n"
+        "# Git's tree hash of the packages' Python files (nam_megatron/words/tree.py), pristine and with the series applied.\n"
         f'[tree]\nbefore = "{queue.before}"\nafter = "{queue.after}"\n'
     )
 

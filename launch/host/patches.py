@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from email.parser import HeaderParser
 from pathlib import Path
 
-from launch.record.tree import files, tree_hash
 from nam_megatron.errors import Problem, Refused, quoted
+from nam_megatron.words.tree import files, tree_hash
 
 ROOT = Path(__file__).parents[2] / "patches"
 TRAILERS = ("Reason", "Upstream", "Drop-when", "Test")

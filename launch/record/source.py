@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from launch.finding import Finding
-from launch.record.tree import tree_hash
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.launcher import BESIDE
+from nam_megatron.words.tree import blobs, tree_hash
 
 REVISION = re.compile(r"[0-9a-f]{7,40}")
 PACKAGES = ("nam_megatron", "launch")
 UNTRACKED = 64 << 20  # bytes of new files that may be stored with a receipt
 PATIENCE = 120  # seconds for one git command
+# A patch as `git apply` takes it, whatever a user has set for reading.
+PLAIN = ("--binary", "--no-ext-diff", "--no-textconv", "--no-color", "--src-prefix=a/", "--dst-prefix=b/")
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ def read(checkout: Path, receipts: Path, handed_in: str | None) -> Source:
 
 
 def difference(checkout: Path, where: list[str]) -> str | None:
-    """The working tree against HEAD as one binary patch, new files included; None where git cannot make it.
+    """The working tree against HEAD as one binary patch, new files included; None where git cannot make it, or takes Python files for
+    others than lie there: ignored or marked as unchanged ones, those of a filter, a link, a repository within or where receipts go.
 
     Made with an index and an object store of its own, so that the repository stays as it is.
     """
@@ -85,7 +88,9 @@ def difference(checkout: Path, where: list[str]) -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         own = Path(folder, "index")
         if (theirs := checkout / index.strip()).exists():
-            shutil.copyfile(theirs, own)
+            shutil.copy2(
+                theirs, own
+            )  # with its time, by which git knows what may have changed since in the same moment
         Path(folder, "objects").mkdir()
         env = {
             "GIT_INDEX_FILE": str(own),
@@ -94,7 +99,11 @@ def difference(checkout: Path, where: list[str]) -> str | None:
         }
         if _git(checkout, "add", "--all", "--", *where, env=env) is None:
             return None
-        return _git(checkout, "diff", "--cached", "--binary", "--no-ext-diff", "HEAD", "--", *where, env=env)
+        seen = _git(checkout, "ls-files", "--stage", "-z", "--", *PACKAGES, env=env) or ""
+        cells = (entry.partition("\t") for entry in seen.split("\0"))
+        if {name: head.split()[1] for head, _, name in cells if name.endswith(".py")} != blobs(checkout, *PACKAGES):
+            return None
+        return _git(checkout, "diff", "--cached", *PLAIN, "HEAD", "--", *where, env=env)
 
 
 def findings(source: Source, dirty: str) -> Iterator[Finding]:
@@ -108,7 +117,10 @@ def findings(source: Source, dirty: str) -> Iterator[Finding]:
     elif source.revision is None:
         yield Finding("git", "fail", "this repository has no commit", "commit what you run")
     elif source.diff is None:
-        hint = f"new files of more than {UNTRACKED >> 20} MiB? ignore them, or put them elsewhere"
+        hint = f"new files of more than {UNTRACKED >> 20} MiB? ignore them, or put them elsewhere. "
+        hint += (
+            "Python files that git ignores, filters or takes for unchanged (`git ls-files -v`)? commit them as they are"
+        )
         yield Finding("git", "fail", "git cannot say what differs from the commit", hint)
     elif source.diff and dirty == "refuse":
         changed = source.diff.count("\ndiff --git ") + source.diff.startswith("diff --git ")
@@ -127,7 +139,7 @@ def _size(path: Path) -> int:
 
 def _git(where: Path, *words: str, env: Mapping[str, str] | None = None) -> str | None:
     """What git prints; None where it fails or there is none. `safe.directory`: containers often run as another user."""
-    command = ["git", "-c", "core.quotePath=false", "-c", "safe.directory=*", *words]
+    command = ["git", "--no-replace-objects", "-c", "core.quotePath=false", "-c", "safe.directory=*", *words]
     env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | dict(env or {})
     try:
         done = subprocess.run(command, cwd=where, env=env, capture_output=True, timeout=PATIENCE, check=False)

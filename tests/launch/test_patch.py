@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch.host import patch, patches
-from launch.record.tree import tree_hash
 from launch.words import parse
 from nam_megatron.errors import Refused
 from nam_megatron.targets import current
+from nam_megatron.words.tree import tree_hash
 
 REPO = Path(__file__).parents[2]
 FUSED = "megatron/core/fusions/fused_mla_yarn_rope_apply.py"

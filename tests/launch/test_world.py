@@ -247,6 +247,40 @@ def test_the_stored_difference_makes_the_tree_again(checkout, tmp_path):
     assert source.tree_hash(again, "nam_megatron") == c.source.trees["nam_megatron"]
 
 
+IGNORED, FILTERED = (
+    "printf b.py > .git/info/exclude",
+    "git config filter.x.clean 'sed s/2/1/'; echo '*.py filter=x' > .git/info/attributes",
+)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "git update-index --assume-unchanged nam_megatron/a.py", "git update-index --skip-worktree nam_megatron/a.py", IGNORED, FILTERED,
+        "cluster.storage.receipts=.", "cluster.storage.receipts=nam_megatron",
+    ],
+)  # fmt: skip
+def test_code_that_git_does_not_look_at_is_not_clean(checkout, how):
+    words = (how,) if how.startswith("cluster") else ()
+    if not words:
+        subprocess.run(how, shell=True, cwd=checkout, check=True)
+    assert level(context(*words, checkout=checkout)) == "ok" or how == IGNORED
+    (checkout / "nam_megatron" / ("b.py" if how == IGNORED else "a.py")).write_text("a = 2\n")
+    c = context(*words, checkout=checkout, dirty="store")
+    assert level(c) == "fail" and c.source.diff is None
+
+
+@pytest.mark.parametrize("setting", ["color.ui always", "diff.noprefix true", "diff.x.textconv true"])
+def test_the_stored_difference_is_no_users_taste(checkout, tmp_path, setting):
+    git(checkout, "config", *setting.split())
+    (checkout / ".git" / "info" / "attributes").write_text("*.py diff=x\n")
+    (checkout / "nam_megatron" / "a.py").write_text("a = 2\n")
+    (tmp_path / "diff").write_text(context(checkout=checkout).source.diff)
+    git(tmp_path, "clone", "--quiet", str(checkout), "again")
+    git(tmp_path / "again", "apply", str(tmp_path / "diff"))
+    assert (tmp_path / "again" / "nam_megatron" / "a.py").read_text() == "a = 2\n"
+
+
 def test_new_files_too_large_to_store_are_said(checkout, monkeypatch):
     monkeypatch.setattr(source, "UNTRACKED", 10)
     (checkout / "large").write_text("x" * 11)

@@ -10,6 +10,11 @@ def files(root: Path, *packages: str) -> list[Path]:
     return sorted(p for p in found if "__pycache__" not in p.parts)
 
 
+def blobs(root: Path, *packages: str) -> dict[str, str]:
+    """{path: the hash that git gives what the file holds}. Raises OSError where a file cannot be read."""
+    return {path.as_posix(): _object("blob", (root / path).read_bytes()).hex() for path in files(root, *packages)}
+
+
 def tree_hash(root: Path, *packages: str) -> str:
     """The hash that `git add PACKAGE/**/*.py; git write-tree` gives, in hex.
 
