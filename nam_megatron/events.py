@@ -7,7 +7,8 @@ counts what a process has said, so a reader sees that a line is missing; an empt
 each, `events.<host number>.jsonl`, since appends of several hosts to one file are not safe on every file system.
 
     launched, over    the launcher (rank null): before the trainer is started, and once it has ended (code)
-    start             every rank: trainer, world, and the host's number; a process that is started again says it again
+    start             every rank: trainer, world, the host's number, and hashes of its code and its plan; a process that is started again
+                      says it again
     built, memory     every rank: bytes of its GPU, once the model is there (and which GPU), and after steps 1, 2, 4, 8, ... and the last
     mends             rank 0: stood, what stands in the place of others' functions, each with its hash (nam_megatron/mends)
     loaded            rank 0: step, of the checkpoint that it goes on from
@@ -21,6 +22,7 @@ NaN and infinity are the texts "nan", "inf" and "-inf".
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -30,6 +32,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from nam_megatron.words.tree import tree_hash
+
+PACKAGE = Path(__file__).parent  # whose modules this process imports
 NONCE = "NAM_MEGATRON_RUN"  # the variable of the environment
 FILE = "events.jsonl"
 HOST, HOSTS = "GROUP_RANK", "GROUP_WORLD_SIZE"  # torchrun's
@@ -64,7 +69,8 @@ class Record:
         host = int(environ.get(HOST, 0))
         several = int(environ.get(HOSTS, 1)) > 1
         self.open(plan.absolute().parent, nonce, int(environ.get("RANK", 0)), host if several else None)
-        self.say("start", trainer=trainer, world=int(environ.get("WORLD_SIZE", 1)), host=host)
+        made_of = {"source": tree_hash(PACKAGE.parent, PACKAGE.name), "plan": digest(plan)}
+        self.say("start", trainer=trainer, world=int(environ.get("WORLD_SIZE", 1)), host=host, **made_of)
 
     @property
     def on(self) -> bool:
@@ -125,6 +131,11 @@ def _plain(node: Any) -> Any:
     if isinstance(node, dict):
         return {key: _plain(value) for key, value in node.items()}
     return str(node) if isinstance(node, float) and not math.isfinite(node) else node
+
+
+def digest(plan: Path) -> str | None:
+    """SHA-256 of a plan's file; None where there is none."""
+    return hashlib.sha256(plan.read_bytes()).hexdigest() if plan.is_file() else None
 
 
 def early(code: object, done: int, signalled: bool, every: int | None) -> str:

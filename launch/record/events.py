@@ -31,7 +31,8 @@ class Events:
     ends: how each rank has ended, badly where its last process said so; last: what each has said last.
     loaded: steps of checkpoints, 0 of none; firsts: the step that each process said first.
     again: a step that one process said after it, a later one, or its end; early: one that it said before its start; stray: one that
-    another process than the last rank's newest said; worlds: of how many ranks somebody said to be one.
+    another process than the last rank's newest said; worlds: of how many ranks somebody said to be one. made_of: hashes of the code and
+    the plan that the receipt tells of; other: which of them is another's of a process.
     """
 
     world: int
@@ -52,6 +53,8 @@ class Events:
     early: int = 0
     stray: int = 0
     worlds: set[int] = field(default_factory=set)
+    made_of: Mapping[str, str | None] = field(default_factory=dict)
+    other: str | None = None
     _process: dict[int, int] = field(default_factory=dict)
     _heard: dict[tuple[Any, int], int] = field(default_factory=dict)
     _at: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -96,6 +99,7 @@ class Events:
             self._at.setdefault((rank, event["pid"]), 0)
             self.ends.pop(rank, None)
             self.worlds.add(event["world"])
+            self.other = self.other or next((k for k, was in self.made_of.items() if event.get(k) != was), None)
             self.world = max(self.world, event["world"])
         self.last[rank] = event
         if kind == "end" and event["pid"] == self._process.get(rank, event["pid"]):
@@ -166,6 +170,8 @@ class Events:
         done = max((end["step"] for end in self.ends.values() if end["step"] is not None), default=None)
         if done is None:
             return None
+        if self.other:
+            return f"a process had another {self.other} than this receipt tells of"
         if self.last_step != done:
             return f"ranks ended at different steps, at {self.last_step} and {done}"
         if self.planned is not None and done > self.planned:
@@ -223,9 +229,11 @@ def went_well(end: Mapping[str, Any] | None) -> bool:
     return end is None or (end["reason"] in WELL and end["code"] == 0)
 
 
-def read(folder: Path, nonce: str, world: int = 1, planned: int | None = None, interval: int | None = None) -> Events:
+def read(
+    folder: Path, nonce: str, world: int = 1, planned: int | None = None, interval: int | None = None, **made_of: str | None
+) -> Events:  # fmt: skip
     """Everything that lies in a run's folder. A line that cannot be read is counted. world, planned, interval: of the plan."""
-    found = Events(world, planned, interval)
+    found = Events(world, planned, interval, made_of={key: was for key, was in made_of.items() if was})
     for path in sorted(folder.glob(EVENTS)):
         for line in filter(str.strip, steps.lines(path, LONGEST)):
             found.hear(line, nonce)

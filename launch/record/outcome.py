@@ -12,6 +12,7 @@ from launch.record import events, steps
 from launch.record.receipt import LOG, NCCL
 from launch.run import hang
 from nam_megatron.mends.series import MENDS
+from nam_megatron.recipe import at
 
 # The launcher's own lines at the start and the end of a log; the hours are the host's, as Megatron's are.
 STARTED, ENDED = "launch: started", "launch: ended"
@@ -50,7 +51,8 @@ def of_run(folder: Path, receipt: Mapping[str, Any]) -> dict[str, Any]:
     logged = Log.read(folder / LOG, said=not receipt.get("nonce"))
     first = logged.errors[0] if logged.errors else None
     if nonce := receipt.get("nonce"):
-        found = events.read(folder, nonce, world, job.get("train_steps"), job.get("log_interval"))
+        made_of = {"source": at(receipt, "source.trees.nam_megatron"), "plan": at(receipt, "plan.sha256")}
+        found = events.read(folder, nonce, world, job.get("train_steps"), job.get("log_interval"), **made_of)
         said, started, ended, last, failure = found.said, found.started, found.over, found.last_step, found.failure
         code, more = failure and failure["code"], {"hole": found.hole, "events": found.facts()}
         mends = found.mends and {

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from launch.finding import Finding
+from nam_megatron import process
 from nam_megatron.compile.lower import Lowering
 from nam_megatron.environment import OLD_ALLOC, VALIDATED, carried
 from nam_megatron.words.setting import CONNECTIONS, Env
@@ -17,6 +18,8 @@ OURS = (
     Env("NCCL_DEBUG", "INFO", "rank, GPU and bus as NCCL sees them, into files beside the log"),
     Env("NCCL_DEBUG_SUBSYS", "INIT,NET", "no more than that"),
 )
+# `python -m` would take modules from the folder that a command stands in before the installed ones that `nam` itself has.
+SAFE = Env("PYTHONSAFEPATH", "1", "the modules that were checked, and none of the folder around the run")
 # Where compilers and libraries would otherwise write into the home folder or the root volume.
 CACHES = {
     "TMPDIR": "tmp", "TRITON_CACHE_DIR": "cache/triton", "TORCHINDUCTOR_CACHE_DIR": "cache/inductor",
@@ -30,7 +33,7 @@ def overlay(lowering: Lowering, scratch: Path) -> tuple[Env, ...]:
     waivers, found = lowering.plan.recipe.cluster.waivers, []
     demanded = {env.name for env in lowering.env}
     caches = (Env(name, str(scratch / folder), "scratch, not home or root") for name, folder in CACHES.items())
-    for env in carried(lowering, (*VALIDATED, *OURS, *caches)):
+    for env in carried(lowering, (*VALIDATED, *OURS, *((SAFE,) if process.PROGRAM else ()), *caches)):
         if env.name not in demanded:
             env = replace(env, owner="launch")
         if env.name == CONNECTIONS and env.value is None and FORCED in waivers:

@@ -1,6 +1,7 @@
 """`launch run`: a receipt, the checks, one torchrun, and the receipt sealed with what came of it."""
 
 import contextlib
+import hashlib
 import os
 import secrets
 import shlex
@@ -131,7 +132,7 @@ def attempt(context: Context, opened: Receipt, signals: Signals, start: Start) -
         data = job.data(context)
     opened.record(data=data)
     with receipt.writing(opened.folder):
-        (opened.folder / receipt.PLAN).write_text(plan_json(context.lowering), encoding="utf-8")
+        (opened.folder / receipt.PLAN).write_text(plan := plan_json(context.lowering), encoding="utf-8")
         if context.source.diff:
             diff = context.redactor.secrets(context.source.diff)
             with open(os.open(opened.folder / receipt.DIFF, os.O_WRONLY | os.O_CREAT, PRIVATE), "wb") as file:
@@ -143,7 +144,8 @@ def attempt(context: Context, opened: Receipt, signals: Signals, start: Start) -
     several = slurm.hosts(context.environ) if context.cluster.nodes > 1 else ()
     head, name = (several[0], context.environ[slurm.JOB]) if several else ("", "")
     words = start(context, opened.folder / receipt.PLAN, head, name)
-    opened.record(job={**opened.content["job"], "command": words, "launcher_pid": os.getpid()})
+    sha = hashlib.sha256(plan.encode()).hexdigest()
+    opened.record(job={**opened.content["job"], "command": words, "launcher_pid": os.getpid()}, plan={"sha256": sha})
     signals.look()
     try:
         return train(words, environ, context, opened.folder, nonce, signals)

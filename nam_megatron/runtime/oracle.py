@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nam_megatron import installed
+from nam_megatron import installed, process
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.packages import adding
 from nam_megatron.targets import current
@@ -47,7 +47,7 @@ class Oracle:
         # A Ctrl-C meanwhile comes when somebody knows the process that it has to end.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         server = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "nam_megatron.runtime.oracle"],
+            [sys.executable, *["-P"] * process.PROGRAM, "-W", "ignore", "-m", "nam_megatron.runtime.oracle"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

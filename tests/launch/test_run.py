@@ -23,6 +23,7 @@ from command import SERVER, _child
 
 from launch.record import outcome, receipt, receipts
 from launch.record.redact import Redactor
+from launch.run import overlay
 from launch.run.process import Process
 from launch.run.run import ended
 from nam_megatron import events
@@ -31,6 +32,7 @@ from nam_megatron.errors import Refused
 from nam_megatron.mends import SAID, Trainer
 from nam_megatron.mends.series import MENDS, needed
 from nam_megatron.recipe import load
+from nam_megatron.words.tree import tree_hash
 
 TERM = signal.SIGTERM
 
@@ -449,6 +451,34 @@ def test_a_rank_that_died_without_a_word_is_looked_for_in_the_log(tmp_path):
     (tmp_path / receipt.LOG).write_text(f"x\n{OOM}\nlater.Error: y")
     expected = "torchrun ended with 1: no rank says why; OutOfMemoryError, line 2 of the log, rank 0"
     assert ending(tmp_path, 1) == ("failed", 1, expected)
+
+
+@pytest.mark.parametrize("what", ["source", "plan"])
+def test_who_trained_with_other_code_or_another_plan_completed_no_run_of_this_receipt(tmp_path, what):
+    """A checkout that was edited while the host was checked, a module of the folder around the run, a plan that was edited."""
+    (tmp_path / "plan.json").write_text("{}")
+    record = events.Record()
+    record.start(tmp_path / "plan.json", {"NAM_MEGATRON_RUN": "mine"}, "megatron")
+    for said in (step(2), step(5)):
+        record.say(**said)
+    record.done = 5
+    record.end("done", 0)
+    sums = {
+        "source": tree_hash(Path(events.__file__).parents[1], "nam_megatron"),
+        "plan": hashlib.sha256(b"{}").hexdigest(),
+    }
+    for of, reason in ((sums, None), (sums | {what: "0"}, f"a process had another {what} than this receipt tells of")):
+        job = {"train_steps": 5, "log_interval": 3, "world": 1}
+        told = {"job": job, "source": {"trees": {"nam_megatron": of["source"]}}, "plan": {"sha256": of["plan"]}}
+        assert outcome.of_run(tmp_path, {"nonce": "mine", **told})["hole"] == reason
+
+
+def test_nam_takes_no_module_from_the_folder_it_stands_in(monkeypatch):
+    """`nam launch run` in a clone of Megatron-LM checked the installed one and trained the clone's."""
+    lowering = translate(load("nam56r_smoke"))
+    for program, value in ((True, "1"), (False, None)):
+        monkeypatch.setattr("nam_megatron.process.PROGRAM", program)
+        assert overlay.child({}, overlay.overlay(lowering, Path("/s"))).get("PYTHONSAFEPATH") == value
 
 
 def test_all_ranks_have_to_end_and_the_one_that_failed_first_is_named(tmp_path):
