@@ -73,6 +73,9 @@ CASES = {
     "default-balancing": (MOE, {"--moe-aux-loss-coeff": None}),
     "default-beta2": (GPT, {"--adam-beta2": None}),
     "default-bias": (GPT, {"--disable-bias-linear": None}),
+    "default-expert-scale": (
+        MOE | {"--moe-router-group-topk": "2", "--moe-router-num-groups": "4", "--moe-router-topk-scaling-factor": "2.5"},
+        {"--moe-router-topk-scaling-factor": None}),
     "default-dispatcher": (MOE | TP2, {"--moe-token-dispatcher-type": None}, ONE),
     "default-dropout": (GPT, {"--hidden-dropout": None}),
     "default-expert-tensor": (MOE, TP2, ONE),

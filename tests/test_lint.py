@@ -133,6 +133,25 @@ def test_what_another_program_decides_is_not_megatrons_default(text, said):
     assert "defaults" not in report.text(found).splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    "text", ["torchrun t.py {} $EXTRA", "A='{}'", "torchrun t.py {} --use-checkpoint-args --load x"]
+)
+def test_a_default_is_not_known_where_a_part_of_the_words_is_not(text):
+    """It said `(default)` of what a variable that is not in the text may well say."""
+    for part, said, last in (
+        (text, "default?", "not in this text"),
+        ("torchrun t.py {} --load $X", "default", "defaults"),
+    ):
+        told = report.text(lint(part.format(DESCRIBED), "x.sh"))
+        assert f"norms        LayerNorm ({said}), epsilon 1e-05 ({said})" in told
+        assert told.rstrip().endswith(last) and ("`default?`" in told) == (said == "default?")
+
+
+def test_the_vocabulary_of_a_tokenizer_is_a_note():
+    found = lint(f"torchrun t.py {DESCRIBED} --tokenizer-type Llama2Tokenizer --vocab-size 64000")
+    assert "note of no effect here: --vocab-size 64000 wants --tokenizer-type NullTokenizer" in report.text(found)
+
+
 def test_a_fork_with_flags_of_its_own_keeps_megatrons_defaults():
     found = lint(
         "torchrun train.py --num-layers 4 --hidden-size 64 --rollout-size 8 --actor-num-nodes 2 --sglang-mem 0.7",
@@ -1677,6 +1696,10 @@ LLAMA70 = (
     "--rotary-base 10000 --position-embedding-type rope --norm-epsilon 1e-5 --disable-bias-linear --untie-embeddings-and-output-weights"
 )
 BIASED = " ".join(words(GPT | {"--disable-bias-linear": None}))
+PLAIN = " ".join(
+    words(GPT | {f: None for f in ("--normalization", "--hidden-dropout", "--adam-beta2", "--disable-bias-linear")})
+)
+PLAIN += " --add-qkv-bias"
 MIXTRAL = " ".join(words(MOE | {"--moe-router-topk": None, "--untie-embeddings-and-output-weights": True}))
 
 
@@ -1684,6 +1707,10 @@ MIXTRAL = " ".join(words(MOE | {"--moe-router-topk": None, "--untie-embeddings-a
     ("rule", "name", "text", "louder"),
     [
         ("default-top-k", "mixtral_8x7b.sh", f"torchrun pretrain_gpt.py {MIXTRAL}", ("mixtral", "own")),
+        *((rule, "own.sh", f"torchrun t.py {PLAIN}", ("--add-qkv-bias", "--normalization RMSNorm --disable-bias-linear"))
+          for rule in ("default-dropout", "default-beta2")),
+        ("removed-flag", "old.sh", f"torchrun /x/Megatron-DeepSpeed/pretrain_gpt.py {DESCRIBED} --data-impl mmap", ("-DeepSpeed", "")),
+        ("removed-flag", "ds_pretrain_gpt.sh", f"torchrun pretrain_gpt.py {DESCRIBED} --data-impl mmap", ("ds_", "")),
         ("default-bias", "gpt3_345m.sh", f"python t.py {BIASED}", ("gpt3", "own")),
         ("connections-not-one", "dgx_b200.sh",
          f"export CUDA_DEVICE_MAX_CONNECTIONS=8\ntorchrun t.py {DESCRIBED} --tensor-model-parallel-size 2", ("b200", "x")),
@@ -1716,7 +1743,7 @@ MIXTRAL = " ".join(words(MOE | {"--moe-router-topk": None, "--untie-embeddings-a
         ("missing-flag", "m.yaml", "num_layers: 4\nhidden_size: 64\nbf16: true", ("bf16: true", "lr: 1")),
         ("overlap-param-gather", "o.sh", f"torchrun pretrain_gpt.py {DESCRIBED} --overlap-param-gather $MORE", ("$MORE", "")),
         ("missing-flag", "run.sh", "python pretrain_retro.py --num-layers 8 --hidden-size 64", ("retro", "gpt")),
-        ("removed-flag", "d.sh", f"deepspeed pretrain_gpt.py {DESCRIBED} --data-impl mmap --zero-stage 1", ("--zero-stage 1", "")),
+        ("removed-flag", "d.sh", f"deepspeed pretrain_gpt.py {DESCRIBED} --data-impl mmap", ("deepspeed", "torchrun")),
         ("ignored-flag", "i.yaml", "hidden_size: 8\nnum_layers: 2\nopenai_gelu: false", ("false", "true")),
         ("stray-word", "s.sh", "CKPT=<Path (e.g. /345m)>\nVOCAB=<PATH> (e.g., /v.json)\npython t.py --num-layers 2 --load $CKPT", ()),
         ("idle-flag", "rl.sh", f'A="--grpo-group-size 16 {DESCRIBED}"\n', ("\n", "\ntorchrun t.py $A")),
@@ -1733,12 +1760,12 @@ MIXTRAL = " ".join(words(MOE | {"--moe-router-topk": None, "--untie-embeddings-a
         ("idle-flag", "n.yaml", "policy: {megatron_cfg: {optimizer: {optimizer_cpu_offload: false, optimizer_offload_fraction: 0.5}}}", ()),
         ("bad-value", "sweep.yaml", "num_layers: [4]\nhidden_size: [64]\nmoe_router_topk: [8, 16]\nlr: [0.1]", ("[4]", "4.5")),
         ("bad-value", "old.sh", f"python t.py {DESCRIBED} --warmup .01", ("--warmup", "--log-interval")),
-        ("removed-flag", "d.sh", f"deepspeed pretrain_gpt.py {DESCRIBED} --checkpoint-activations --zero-stage 1", ("--zero-stage 1", "")),
+        ("removed-flag", "d.sh", f"torchrun pretrain_gpt.py {DESCRIBED} --checkpoint-activations --zero-stage 1", ("--zero-stage 1", "")),
         ("unknown-flag", "f.sh", f"torchrun pretrain_gpt.py {DESCRIBED} --no-bias --data-impl a --its-b --its-c", (" --its-b --its-c", "")),
         ("bad-value", "f.sh", f"torchrun pretrain_gpt.py {DESCRIBED} --normalization rmsnorm --its-a --its-b --its-c", ("--its-c", "")),
         ("offload-resume", "rl.sh", f"python train.py {OF_ANOTHER} --optimizer-cpu-offload --load x", ("train.py", f"t.py {DESCRIBED}")),
         ("given-twice", "e.sh", f"python evaluate.py {DESCRIBED} --num-layers -1", ("evaluate", "t")),
-        ("rampup-ignored", "d.sh", f"deepspeed pretrain_g.py {DESCRIBED} --rampup-batch-size 8 8 9 --zero-stage 1", ("--zero-stage 1", "")),
+        ("rampup-ignored", "d.sh", f"python pretrain_g.py {DESCRIBED} --rampup-batch-size 8 8 9 --zero-stage 1", ("--zero-stage 1", "")),
         ("bad-value", "f.sh", f"torchrun pretrain_gpt.py {DESCRIBED} --normalization rmsnorm --data-impl mmap", ("--data-impl mmap", "")),
         ("connections-leftover", "a.sh", "export HSA_ENABLE_SDMA=0 CUDA_DEVICE_MAX_CONNECTIONS=1\n"
          f"torchrun t.py {DESCRIBED} --overlap-grad-reduce", ("HSA_ENABLE_SDMA", "X")),
@@ -1749,7 +1776,7 @@ MIXTRAL = " ".join(words(MOE | {"--moe-router-topk": None, "--untie-embeddings-a
         ("unknown-flag", "n.sh", f"export HCCL_X=1\ntorchrun t.py {DESCRIBED} --mamba-headdim 64", ("HCCL_X", "X")),
         ("world-size", "r.sh", "#SBATCH --nodes=1\n#SBATCH --ntasks=1\n"
          f"ray job submit -- python3 train.py {DESCRIBED} --tensor-model-parallel-size 2", ("ray job submit --", "")),
-        ("companion-later", "d.sh", f"deepspeed pretrain_gpt.py {DESCRIBED} --split 9,1 --train-data-path a --zero-stage 1",
+        ("companion-later", "d.sh", f"python pretrain_gpt.py {DESCRIBED} --split 9,1 --train-data-path a --zero-stage 1",
          ("--zero-stage 1", "")),
         ("bad-value", "q.yaml", "A:\n  --num-layers: 2\n  --lr: 1\n  --moe-layer-freq: \"'([0]+[1])'\"", ("--", "")),
         ("connections-leftover", "p.sh", "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
@@ -1760,9 +1787,9 @@ MIXTRAL = " ".join(words(MOE | {"--moe-router-topk": None, "--untie-embeddings-a
         ("default-normalization", "neox.sh", f"torchrun t.py {DESCRIBED} --swiglu", ("--swiglu", "--swiglu --disable-bias-linear")),
         ("default-positions", "u.sh", f"torchrun t.py {DESCRIBED} --untie-embeddings-and-output-weights", ("--untie", "--swiglu --untie")),
         ("default-positions", "mimo.sh", f"torchrun t.py {DESCRIBED} --swiglu --model-provider vlm", ("--model-provider vlm", "")),
-        ("idle-flag", "v.sh", f"torchrun t.py {DESCRIBED} --tokenizer-type Llama2Tokenizer --vocab-size 32000", ("32000", "64000")),
+        ("idle-flag", "v.sh", f"torchrun t.py {DESCRIBED} --tokenizer-type Llama2Tokenizer --vocab-size 64000", ()),
         ("not-positive", "i.yaml", "model: {tensor_model_parallel_size: -1}\ntrainer: {devices: 1}", ("-1", "-2")),
-        ("bad-value", "d.sh", f"deepspeed t.py {DESCRIBED} --normalization layernorm --zero-stage 1", (" --zero-stage 1", "")),
+        ("bad-value", "d.sh", f"python t.py {DESCRIBED} --normalization layernorm --zero-stage 1", (" --zero-stage 1", "")),
         ("unknown-flag", "e.sh", f"torchrun pretrain_t5.py {UNDERSCORED} --data_path x --lr_decay_style a --distributed_backend b", ()),
         ("default-positions", "run.sh", f"torchrun generate_text.py {DESCRIBED} --swiglu", ("generate", "own")),
         ("idle-flag", "v.sh", f"torchrun t.py {DESCRIBED} {TIK} --vocab-file x --tokenizer-model y", ("--tokenizer-model y", "")),

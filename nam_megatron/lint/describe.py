@@ -8,7 +8,7 @@ from nam_megatron.blocks.mamba2.read import SIZES
 from nam_megatron.errors import counted
 from nam_megatron.lint.model import ATTENTION, SYMBOLS, TITLES, Model, known
 from nam_megatron.lint.rules.companions import idle
-from nam_megatron.lint.rules.parser import ALIASES, IDLE, OLD, left_open, own
+from nam_megatron.lint.rules.parser import ALIASES, IDLE, OLD, incomplete, left_open, own
 from nam_megatron.lint.values import Args, NotKnown, Open
 
 # Said by few launches, and part of what is trained: shown as written.
@@ -43,10 +43,13 @@ ALSO = (
 def rows(a: Args, m: Model) -> Iterator[tuple[str, str]]:
     """(label, text); a text of `?` where it hangs on a value that is not known."""
 
+    # Another program may have defaults of its own, and words that are not here may say something else.
+    default = ("(Megatron's default" if a.foreign else "(default") + ("?" if in_part(a, m) else "")
+
     def row(label: str, text: Callable[[], str | None]) -> Iterator[tuple[str, str]]:
         found = known(text, "?")
-        if found is not None:  # another program may have defaults of its own
-            yield label, found.replace("(default", "(Megatron's default") if a.foreign else found
+        if found is not None:
+            yield label, found.replace("(default", default)
 
     if a.elsewhere:
         yield "said", ", ".join(a.written(name) for name in a.given) or "nothing that Megatron has a flag for"
@@ -77,6 +80,11 @@ def rows(a: Args, m: Model) -> Iterator[tuple[str, str]]:
         yield from row("batch", lambda: _batch(a, m))
 
 
+def in_part(a: Args, m: Model) -> bool:
+    """Whether this text has only a part of the words that say what is trained."""
+    return incomplete(a, m) and not m.described
+
+
 def notes(a: Args, m: Model) -> Iterator[str]:
     """What is no trap and good to know."""
     yield from a.launch.notes
@@ -105,6 +113,8 @@ def notes(a: Args, m: Model) -> Iterator[str]:
     asked = known(lambda: max(m.tp * m.pp * m.cp, m.etp * m.ep * m.pp if m.moe else 0), 1)
     if a.launch.supposed and a.launch.gpus and asked > a.launch.gpus and not asked % a.launch.gpus:
         yield f"the layout asks for {asked} GPUs or a multiple; the environment says how many, {a.launch.gpus} where it says nothing"
+    if in_part(a, m) and not a.elsewhere:
+        yield "`default?` is Megatron's, where what this text leaves out says nothing else"
     if a.empty:
         yield f"arrays that nothing in the text fills, taken as empty: {', '.join(f'${n}' for n in a.empty)}"
     left: dict[str, list[str]] = {}

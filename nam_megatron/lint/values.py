@@ -38,8 +38,8 @@ PORT = re.compile(
     r"mindspeed|ascend|torch_npu|\bHCCL_|\bNPUS?_PER_NODE\b|--(use-fused-(rmsnorm|swiglu|rotary)|tp-2d|context-parallel-algo)\b",
     re.IGNORECASE,
 )
-# DeepSpeed's fork of Megatron, of which the same is true.
-DEEPSPEED = re.compile(r"--(deepspeed|zero[-_]stage)\b")
+# DeepSpeed's fork of Megatron, of which the same is true: in a line that is no comment, or in a file's name.
+DEEPSPEED = re.compile(r"--zero[-_]stage\b|deepspeed|(?<![a-z])ds_(pretrain|ssh)", re.IGNORECASE)
 # What a template's engine, or a person, puts a value in for.
 TEMPLATE = re.compile(r"\{\{?\s*[\w.\[\]'\"|() -]+\}?\}|<[A-Za-z][\w .-]*>|%\(?\w+\)?[s%]|@\w+@")
 
@@ -271,7 +271,7 @@ class Args:
             if not _misspelt(t, least, own) or (not forked and any(self._flag(n)[0] for n in numbers[t]))
         ]
         many = 1 if own else FORKED if forked else STRANGERS
-        if len(unknown) >= STRANGERS:  # and it may have those that Megatron has no more
+        if len(unknown) >= STRANGERS or self._of_deepspeed:  # and it may have those that Megatron has no more
             self.foreign += dict.fromkeys(t.about for t in self.trouble if t.rule == "removed-flag")
             self.trouble = [t for t in self.trouble if t.rule != "removed-flag"]
         if not self._underscores and len(unknown) < many:
@@ -281,12 +281,7 @@ class Args:
         others = [
             t
             for t in self.trouble
-            if (
-                t.rule == "bad-value"
-                and t.detail.startswith(CHOICES)
-                and (self._of_deepspeed or not nearly_a_choice(t))
-            )
-            or (t.rule == "removed-flag" and self.forked)
+            if t.rule == "bad-value" and t.detail.startswith(CHOICES) and (self._of_deepspeed or not nearly_a_choice(t))
         ]
         self.foreign += list(dict.fromkeys(t.about for t in others))
         self.trouble = [t for t in self.trouble if t not in (*unknown, *others) and t.rule != "stray-word"]
@@ -305,7 +300,8 @@ class Args:
 
     @cached_property
     def _of_deepspeed(self) -> bool:
-        return any(DEEPSPEED.match(word) for word in self.launch.words)
+        lines = (line for line in self.launch.text.splitlines() if not line.lstrip().startswith("#"))
+        return any(map(DEEPSPEED.search, (self.launch.name, *lines)))
 
     @property
     def forked(self) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from nam_megatron.lint.model import Model
 from nam_megatron.lint.rules.cards import agrees, names
-from nam_megatron.lint.rules.rule import CONFIG, DEFAULT, FAIL, FROM_ARGS, VALIDATE, Rule, When, without
+from nam_megatron.lint.rules.rule import CONFIG, DEFAULT, FAIL, FROM_ARGS, MOE, VALIDATE, Rule, When, without
 from nam_megatron.lint.values import Args
 
 TESTED = re.compile(r"^TEST_TYPE:", re.MULTILINE)  # Megatron's own functional tests
@@ -31,8 +31,14 @@ def _beside_newer(when: When, about: str) -> When:
     return lambda a, m: modern(a, m) and not agrees(a, m, about) and when(a, m)
 
 
+def _of_gpt3(a: Args, m: Model) -> bool:
+    """Whether layers are rather GPT-3's than Llama's: such a model has Megatron's dropouts and Adam, too, and the description says so."""
+    older = m.activation == "GELU", a.normalization == "LayerNorm", m.positions == "learned_absolute", a.add_bias_linear
+    return not (m.hybrid or m.mla) and sum(older) > 1
+
+
 def _dropouts(a: Args, m: Model) -> Iterator[str]:
-    for name in ("hidden_dropout", "attention_dropout"):
+    for name in () if _of_gpt3(a, m) else ("hidden_dropout", "attention_dropout"):
         if not a.said(name) and (name == "hidden_dropout" or m.attends):
             yield without(a.target.by_dest[name].name) + "\t"
 
@@ -90,7 +96,7 @@ _SELDOM_MEANT = (
         "default-beta2",
         DEFAULT,
         "adam_beta2",
-        lambda a, m: not a.said("adam_beta2") and a.optimizer != "sgd",
+        lambda a, m: not a.said("adam_beta2") and a.optimizer != "sgd" and not _of_gpt3(a, m),
         "Adam's second moment decays with 0.999",
         "say `--adam-beta2 0.95` (or 0.999, if meant)",
         "core/optimizer/optimizer_config.py",
@@ -106,6 +112,18 @@ _SELDOM_MEANT = (
         "the router's scores are a softmax",
         "say `--moe-router-score-function` sigmoid or softmax",
         CONFIG,
+    ),
+    Rule(
+        "default-expert-scale",
+        DEFAULT,
+        "moe_router_topk_scaling_factor",
+        # Sigmoid scores with groups of experts are of DeepSeek-V3's kind.
+        lambda a, m: m.expert_groups is not None
+        and a.moe_router_score_function == "sigmoid"
+        and not a.said("moe_router_topk_scaling_factor"),
+        "the weights of a token's experts sum to 1; models of DeepSeek-V3's kind scale them, most by 2.5",
+        "say `--moe-router-topk-scaling-factor` (or 1.0, if meant)",
+        f"{MOE}moe_utils.py topk_routing_with_score_function",
     ),
     Rule(
         "default-top-k",
