@@ -16,7 +16,21 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lint_cases import CASES, CONFLICTING, CONFLICTS_LATER, DSA, FSDP, GPT, HYBRID, LATER, MLA, MOE, NEEDS_CUDA, words
+from lint_cases import (
+    CASES,
+    CONFLICTING,
+    CONFLICTS_LATER,
+    DSA,
+    FSDP,
+    GPT,
+    HYBRID,
+    LATER,
+    LONG,
+    MLA,
+    MOE,
+    NEEDS_CUDA,
+    words,
+)
 from presets import NAMES, lowered
 from rich.console import Console
 
@@ -813,7 +827,7 @@ will fail  --hiden-size  (line 2)  [unknown-flag]
 
 def test_defaults_that_nobody_chose_are_one_paragraph():
     found = launch(
-        GPT,
+        LONG,
         dict.fromkeys(("--hidden-dropout", "--attention-dropout", "--adam-beta2"), None) | {"--num-query-groups": "4"},
     )
     text = report.text(found).split("\n\n", 2)[2]
@@ -826,7 +840,7 @@ default  3 values that nobody chose; say what is meant
   --attention-dropout: a dropout of 0.1 [default-dropout]
   --adam-beta2: Adam's second moment decays with 0.999 [default-beta2]
 
-1 wrong model, 3 default; 19 arguments said, 787 at Megatron 0.19.2's defaults
+1 wrong model, 3 default; 18 arguments said, 788 at Megatron 0.19.2's defaults
 """
     )
 
@@ -1697,9 +1711,11 @@ LLAMA70 = (
 )
 BIASED = " ".join(words(GPT | {"--disable-bias-linear": None}))
 PLAIN = " ".join(
-    words(GPT | {f: None for f in ("--normalization", "--hidden-dropout", "--adam-beta2", "--disable-bias-linear")})
+    words(LONG | {f: None for f in ("--normalization", "--hidden-dropout", "--adam-beta2", "--disable-bias-linear")})
 )
 PLAIN += " --add-qkv-bias"
+LONGER = " ".join(words(LONG | {"--adam-beta2": None}))
+SCHEDULED = "global_batch_size: 8\nstep_batch_size_schedule: '0:8'\nmicro_batch_size: 2\nseq_length: 8"
 MIXTRAL = " ".join(words(MOE | {"--moe-router-topk": None, "--untie-embeddings-and-output-weights": True}))
 
 
@@ -1709,6 +1725,15 @@ MIXTRAL = " ".join(words(MOE | {"--moe-router-topk": None, "--untie-embeddings-a
         ("default-top-k", "mixtral_8x7b.sh", f"torchrun pretrain_gpt.py {MIXTRAL}", ("mixtral", "own")),
         *((rule, "own.sh", f"torchrun t.py {PLAIN}", ("--add-qkv-bias", "--normalization RMSNorm --disable-bias-linear"))
           for rule in ("default-dropout", "default-beta2")),
+        ("default-beta2", "own.sh", f"torchrun t.py {LONGER} --mock-data", ("--mock-data", "")),
+        ("default-beta2", "own.sh", f"torchrun t.py {LONGER}".replace("2000", "20"), (" 20 ", " 2000 ")),
+        ("bad-value", "fork.sh", f"torchrun t.py {DESCRIBED} --tokenizer-type TokenizerOfFile", ("TokenizerOf", "")),
+        ("idle-flag", "fork.sh", f"torchrun t.py {DESCRIBED} --fim-rate 0.5 --tokenizer-type TokenizerFromFileWithFIM", ("FIM", "")),
+        ("stray-word", "end.sh", f"torchrun t.py {DESCRIBED} \\", ("\\", "\\ ")),
+        ("no-layers", "r.sh", "python pretrain_mamba.py --num-layers 8 --hybrid-mlp-ratio 1", (" --hybrid-mlp-ratio 1", "")),
+        ("conflict", "c.yaml", f"language_model: {{num_layers: 2}}\n{SCHEDULED}", ("language_model", "model")),
+        ("world-size", "call.sh", f"N_GPUS=${{1:-8}}\ntorchrun --nproc-per-node $N_GPUS t.py {DESCRIBED} --tensor-model-parallel-size 16",
+         ("${1:-8}", "8")),
         ("removed-flag", "old.sh", f"torchrun /x/Megatron-DeepSpeed/pretrain_gpt.py {DESCRIBED} --data-impl mmap", ("-DeepSpeed", "")),
         ("removed-flag", "ds_pretrain_gpt.sh", f"torchrun pretrain_gpt.py {DESCRIBED} --data-impl mmap", ("ds_", "")),
         ("default-bias", "gpt3_345m.sh", f"python t.py {BIASED}", ("gpt3", "own")),

@@ -49,7 +49,10 @@ ENVIRONMENT = re.compile(r"env(ironment)?(_?va?rs?)?", re.IGNORECASE)
 # The first line of a YAML or JSON: `key:`, `- item`, `---`, an opening bracket that is no test of a shell's.
 YAML = re.compile(r"""(-\s+)?["']?[\w.-]+["']?\s*:(\s|$)|-\s|---$|[{\[]\s*(["'\]}]|$)|\{\s*[\w.-]+\s*:""")
 TEST = re.compile(r"\[\s.*\s\]\s*(&&|\|\||;)")  # of a shell
-TO_CHANGE = re.compile(r"#.*\bchange for multi-?node", re.IGNORECASE)  # of the number of nodes, in NVIDIA's examples
+# Of the number of nodes, in NVIDIA's examples; or GPUs that the script is called with.
+TO_CHANGE = re.compile(
+    r"#.*\bchange for multi-?node|^\s*\w*(nodes?|gpus?|nproc)\w*=[\"']?\$\{?\d", re.IGNORECASE | re.MULTILINE
+)
 PLACE = re.compile(
     r"""^(\s*(?:export\s+)?\w+=["']?[^\s"'<]*|\s*--[a-z][\w-]+\s+)<([\w./ (),:-]+)>(?:[ \t]*\(e\.g\..*\))?""",
     re.MULTILINE,

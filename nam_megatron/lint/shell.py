@@ -154,7 +154,7 @@ class Lexer:
 
     def next(self) -> Token | None:
         while self.at < len(self.text):
-            if self.text.startswith("\\\n", self.at):
+            if self.text.startswith("\\\n", self.at) or self.text[self.at :] == "\\":  # the last is nothing, too
                 self.at += 2
             elif self.text[self.at] in self.blanks:
                 self.at += 1

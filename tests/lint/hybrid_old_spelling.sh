@@ -1,5 +1,5 @@
 #!/bin/bash
-# finds: num-layers-ignored default-dropout default-dropout default-normalization default-activation default-bias
+# finds: num-layers-ignored default-normalization default-activation default-bias
 # megatron: accepts
 PATTERN="M-M*-"
 torchrun --nproc_per_node 8 pretrain_mamba.py --hybrid-override-pattern "$PATTERN" --num-layers 24 --use-mcore-models \

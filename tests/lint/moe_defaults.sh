@@ -1,5 +1,5 @@
 #!/bin/bash
-# finds: default-balancing default-dispatcher default-expert-tensor moe-sequential default-beta2 default-top-k
+# finds: default-balancing default-dispatcher default-expert-tensor moe-sequential default-top-k
 # megatron: accepts
 # Experts by their number alone: softmax scores, nothing that balances, all-gather, experts cut by the tensor size, one GEMM each.
 export CUDA_DEVICE_MAX_CONNECTIONS=1

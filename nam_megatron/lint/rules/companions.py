@@ -59,9 +59,11 @@ def idle(a: Args, m: Model, which: str = "idle") -> Iterator[str]:
     """Flags that do nothing, each with what it wants."""
     if a.launch.kind == "container" or (a.launch.kind == "yaml" and a.elsewhere):
         return  # Bridge writes every field, in use or not, and so do other programs' files
-    families = {flag.lstrip("-").split("-")[0] for flag in strangers(a)}
+    own = strangers(a)  # by what they begin with, or what a fork's class has in capitals
+    families = {flag.lstrip("-").split("-")[0] for flag in own} | {*re.findall("[A-Z]{3,}$", "\n".join(own), re.M)}
     for found in _lacking(a, m, which, incomplete(a, m)):
-        if found[2:].split("-")[0] not in families:  # else what it stands on may be a flag of the script's own
+        family = found[2:].split("-")[0]
+        if not families & {family, family.upper()}:  # else what it stands on may be a flag of the script's own
             yield found
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from nam_megatron.lint.model import Model
 from nam_megatron.lint.rules.cards import agrees, names
 from nam_megatron.lint.rules.rule import CONFIG, DEFAULT, FAIL, FROM_ARGS, MOE, VALIDATE, Rule, When, without
+from nam_megatron.lint.rules.training import LONG
 from nam_megatron.lint.values import Args
 
 TESTED = re.compile(r"^TEST_TYPE:", re.MULTILINE)  # Megatron's own functional tests
@@ -31,14 +32,16 @@ def _beside_newer(when: When, about: str) -> When:
     return lambda a, m: modern(a, m) and not agrees(a, m, about) and when(a, m)
 
 
-def _of_gpt3(a: Args, m: Model) -> bool:
-    """Whether layers are rather GPT-3's than Llama's: such a model has Megatron's dropouts and Adam, too, and the description says so."""
+def _as_ever(a: Args, m: Model) -> bool:
+    """Whether nobody asks for dropouts and Adam of this time: in a trial, or where layers are rather GPT-3's than Llama's."""
+    if a.mock_data or 0 < (a.train_iters or 0) < LONG:
+        return True
     older = m.activation == "GELU", a.normalization == "LayerNorm", m.positions == "learned_absolute", a.add_bias_linear
     return not (m.hybrid or m.mla) and sum(older) > 1
 
 
 def _dropouts(a: Args, m: Model) -> Iterator[str]:
-    for name in () if _of_gpt3(a, m) else ("hidden_dropout", "attention_dropout"):
+    for name in () if _as_ever(a, m) else ("hidden_dropout", "attention_dropout"):
         if not a.said(name) and (name == "hidden_dropout" or m.attends):
             yield without(a.target.by_dest[name].name) + "\t"
 
@@ -96,7 +99,7 @@ _SELDOM_MEANT = (
         "default-beta2",
         DEFAULT,
         "adam_beta2",
-        lambda a, m: not a.said("adam_beta2") and a.optimizer != "sgd" and not _of_gpt3(a, m),
+        lambda a, m: not a.said("adam_beta2") and a.optimizer != "sgd" and not _as_ever(a, m),
         "Adam's second moment decays with 0.999",
         "say `--adam-beta2 0.95` (or 0.999, if meant)",
         "core/optimizer/optimizer_config.py",

@@ -70,6 +70,8 @@ OF_TRAINING = (
 )  # fmt: skip
 
 
+# Of --yaml-cfg, which has checks of its own: of the older flags alone.
+YAML_CFG = re.compile(r"^language_model:", re.MULTILINE)
 # What a program's code does, of which a fork's may do something else.
 OF_ITS_CODE = ("idle-flag", "documents-not-apart", "rampup-ignored", "ignored-flag", "companion-later")
 # Flags of a script's own by which the model comes from its code.
@@ -126,7 +128,7 @@ def _of_a_fork(bad: Trouble, strange: int) -> bool:
     if name == "--optimizer":
         return strange > 0 and value.startswith("adam") and not re.fullmatch("adam_?w", value, re.IGNORECASE)
     choices = bad.detail.removeprefix(CHOICES).strip().split(", ")
-    own_class = name == "--tokenizer-type" and re.fullmatch(r"\w+Tokenizer(Fast)?", value)
+    own_class = name == "--tokenizer-type" and re.fullmatch(r"\w*Tokenizer\w*", value)
     return bool(own_class) and all(alike(value, choice) < 0.9 for choice in choices)
 
 
@@ -166,7 +168,8 @@ def of_another(rule: Rule, a: Args) -> bool:
         return True
     if a.ported and rule.id not in ("given-twice", "not-the-card", "unknown-variable", "unknown-flag"):
         return rule.severity != DEFAULT
-    return a.forked and _of_parser(rule)
+    of_yaml = rule.id == "conflict" and bool(YAML_CFG.search(a.launch.text))
+    return of_yaml or (a.forked and _of_parser(rule))
 
 
 def _of_parser(rule: Rule) -> bool:
