@@ -17,7 +17,8 @@ GPT = dict.fromkeys(("--bf16", "--swiglu", "--disable-bias-linear", "--mock-data
     "--adam-beta2": "0.95", "--normalization": "RMSNorm", "--position-embedding-type": "rope", "--hidden-dropout": "0",
     "--attention-dropout": "0", "--tokenizer-type": "NullTokenizer", "--vocab-size": "32000",
 }  # fmt: skip
-LONG = GPT | {"--mock-data": None, "--train-iters": "2000"}
+SCALE = "--moe-router-topk-scaling-factor"
+RUN = GPT | {"--mock-data": None, "--train-iters": "2000"}
 HYBRID = {k: v for k, v in GPT.items() if k != "--num-layers"} | {
     "--hybrid-layer-pattern": "M-M*-M",
     "--mamba-num-heads": "32",
@@ -72,13 +73,11 @@ CASES = {
     "data-sources": (GPT, {"--data-path": "a", "--split": "1,0,0"}),
     "default-activation": (GPT, {"--swiglu": None}),
     "default-balancing": (MOE, {"--moe-aux-loss-coeff": None}),
-    "default-beta2": (LONG, {"--adam-beta2": None}),
+    "default-beta2": (RUN, {"--adam-beta2": None}),
     "default-bias": (GPT, {"--disable-bias-linear": None}),
-    "default-expert-scale": (
-        MOE | {"--moe-router-group-topk": "2", "--moe-router-num-groups": "4", "--moe-router-topk-scaling-factor": "2.5"},
-        {"--moe-router-topk-scaling-factor": None}),
+    "default-expert-scale": (MOE | {"--moe-router-group-topk": "2", "--moe-router-num-groups": "4", SCALE: "2.5"}, {SCALE: None}),
     "default-dispatcher": (MOE | TP2, {"--moe-token-dispatcher-type": None}, ONE),
-    "default-dropout": (LONG, {"--hidden-dropout": None}),
+    "default-dropout": (RUN, {"--hidden-dropout": None}),
     "default-expert-tensor": (MOE, TP2, ONE),
     "default-kv-lora-rank": (MLA, {"--kv-lora-rank": None}),
     "default-latent-norm": (MLA, {"--qk-layernorm": None}),

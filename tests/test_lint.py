@@ -16,21 +16,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lint_cases import (
-    CASES,
-    CONFLICTING,
-    CONFLICTS_LATER,
-    DSA,
-    FSDP,
-    GPT,
-    HYBRID,
-    LATER,
-    LONG,
-    MLA,
-    MOE,
-    NEEDS_CUDA,
-    words,
-)
+from lint_cases import CASES, CONFLICTING, CONFLICTS_LATER, DSA, FSDP, GPT, HYBRID, LATER, MLA, MOE, NEEDS_CUDA, words
 from presets import NAMES, lowered
 from rich.console import Console
 
@@ -152,13 +138,11 @@ def test_what_another_program_decides_is_not_megatrons_default(text, said):
 )
 def test_a_default_is_not_known_where_a_part_of_the_words_is_not(text):
     """It said `(default)` of what a variable that is not in the text may well say."""
-    for part, said, last in (
-        (text, "default?", "not in this text"),
-        ("torchrun t.py {} --load $X", "default", "defaults"),
-    ):
-        told = report.text(lint(part.format(DESCRIBED), "x.sh"))
-        assert f"norms        LayerNorm ({said}), epsilon 1e-05 ({said})" in told
-        assert told.rstrip().endswith(last) and ("`default?`" in told) == (said == "default?")
+    told = report.text(lint(text.format(DESCRIBED), "x.sh"))
+    assert "norms        LayerNorm (default?), epsilon 1e-05 (default?)" in told and "note `default?`" in told
+    assert told.endswith("not in this text\n") and "default?" not in report.text(
+        lint(f"torchrun t.py {DESCRIBED} --load $X")
+    )
 
 
 def test_the_vocabulary_of_a_tokenizer_is_a_note():
@@ -827,7 +811,7 @@ will fail  --hiden-size  (line 2)  [unknown-flag]
 
 def test_defaults_that_nobody_chose_are_one_paragraph():
     found = launch(
-        LONG,
+        CASES["default-beta2"][0],
         dict.fromkeys(("--hidden-dropout", "--attention-dropout", "--adam-beta2"), None) | {"--num-query-groups": "4"},
     )
     text = report.text(found).split("\n\n", 2)[2]
@@ -1710,11 +1694,8 @@ LLAMA70 = (
     "--rotary-base 10000 --position-embedding-type rope --norm-epsilon 1e-5 --disable-bias-linear --untie-embeddings-and-output-weights"
 )
 BIASED = " ".join(words(GPT | {"--disable-bias-linear": None}))
-PLAIN = " ".join(
-    words(LONG | {f: None for f in ("--normalization", "--hidden-dropout", "--adam-beta2", "--disable-bias-linear")})
-)
-PLAIN += " --add-qkv-bias"
-LONGER = " ".join(words(LONG | {"--adam-beta2": None}))
+LONGER = " ".join(words(CASES["default-beta2"][0] | {"--hidden-dropout": None, "--adam-beta2": None}))
+PLAIN = LONGER.replace("RMSNorm", "LayerNorm").replace("--disable-bias-linear", "--add-qkv-bias")
 SCHEDULED = "global_batch_size: 8\nstep_batch_size_schedule: '0:8'\nmicro_batch_size: 2\nseq_length: 8"
 MIXTRAL = " ".join(words(MOE | {"--moe-router-topk": None, "--untie-embeddings-and-output-weights": True}))
 
@@ -1723,7 +1704,7 @@ MIXTRAL = " ".join(words(MOE | {"--moe-router-topk": None, "--untie-embeddings-a
     ("rule", "name", "text", "louder"),
     [
         ("default-top-k", "mixtral_8x7b.sh", f"torchrun pretrain_gpt.py {MIXTRAL}", ("mixtral", "own")),
-        *((rule, "own.sh", f"torchrun t.py {PLAIN}", ("--add-qkv-bias", "--normalization RMSNorm --disable-bias-linear"))
+        *((rule, "own.sh", f"torchrun t.py {PLAIN}", ("LayerNorm", "RMSNorm"))
           for rule in ("default-dropout", "default-beta2")),
         ("default-beta2", "own.sh", f"torchrun t.py {LONGER} --mock-data", ("--mock-data", "")),
         ("default-beta2", "own.sh", f"torchrun t.py {LONGER}".replace("2000", "20"), (" 20 ", " 2000 ")),

@@ -100,9 +100,9 @@ def summary(report: Report) -> str:
     """The last line: how much of what was found."""
     counts = Counter(f.severity for f in report.findings)
     given, target = len(report.args.given), report.args.target
-    whose = "left to the program" if report.args.elsewhere else f"at Megatron {target.pin}'s defaults"
-    if describe.in_part(report.args, report.model) and not report.args.elsewhere:
-        whose = "not in this text"
+    part = describe.in_part(report.args, report.model)
+    whose = "not in this text" if part else f"at Megatron {target.pin}'s defaults"
+    whose = "left to the program" if report.args.elsewhere else whose
     flags = f"{given} arguments said, {len(target.by_dest) - given} {whose}"
     found = ", ".join(f"{counts[s]} {s}" for s in SEVERITIES if counts[s]) or "no finding"
     left = f", {counted(len(report.open), 'flag')} left open" if report.open else ""
