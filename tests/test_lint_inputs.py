@@ -405,6 +405,13 @@ YARN = CONFIGS["deepseek_v3_yarn"]["rope_scaling"]
          **dict.fromkeys(("routed_scaling_factor", "n_group", "topk_group", "n_shared_experts", "norm_topk_prob"), 1)},
          "does not say `layer_types`"),
         ("nemotron_3_nano_30b_a3b", {"n_shared_experts": 0}, "its code has one"),
+        ("llama_3_1_8b", {"original_max_position_embeddings": 4096}, "`original_max_position_embeddings: 4096`"),
+        ("llama_3_1_8b", {"rope_theta": None, "rope_parameters": {"rope_theta": 5e5, **CONFIGS["llama_3_1_8b"]["rope_scaling"]}},
+         "with two values of `rope_theta`"),
+        ("mixtral_8x7b", {"sliding_window": 0}, "say null"),
+        ("mixtral_8x7b", {"model_type": "mistral", "architectures": None, "num_local_experts": None, "num_experts_per_tok": None,
+         "sliding_window": 8, "layer_types": ["full_attention"] * 32}, "transformers opens it as `ministral`"),
+        ("gpt_oss_20b", {"layer_types": None}, "does not say `layer_types`"),
         ("qwen3_next_80b_a3b", {"model_type": "qwen3_5_moe_text", "decoder_sparse_step": 2}, "experts in all layers"),
         *(("qwen3_8b", {"architectures": [named]}, f"`{named}` in `config.json` is no language model of `qwen3`")
           for named in ("Qwen3ForCausalLMEagle3", "Qwen3ForSequenceClassification", "DFlashDraftModel", "LlamaForCausalLM")),

@@ -293,15 +293,16 @@ def _flat(root: Mapping[str, Any], name: str) -> Mapping[str, Any]:
             strange = isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)
             if key in ROPE_NUMBERS and value is not None and strange:
                 raise Refused(Problem(f"`{place}.{key}` is {value!r} in `{name}`", key=place, hint="it is a number"))
-    if len(tables) > 1:
-        (_, one), (_, other) = tables
-        if unlike := [key for key in one.keys() & other.keys() if key in ROPE_NUMBERS and one[key] != other[key]]:
-            what = f"`{name}` has `rope_parameters` and `rope_scaling` with two values of `{min(unlike)}`"
-            raise Refused(Problem(what, key="rope_scaling", hint="leave one of them out"))
     kinds = {table.get("rope_type") or table.get("type") or "default" for _, table in tables}
     if len(kinds) > 1:
         what = f"`{name}` has `rope_parameters` and `rope_scaling` of two types: {', '.join(sorted(map(str, kinds)))}"
         raise Refused(Problem(what, key="rope_scaling", hint="leave one of them out"))
+    if len(tables) > 1:
+        (_, one), (_, other) = tables
+        # transformers 5.12.1 takes one of them alone, and what that lacks from its own defaults.
+        if unlike := [key for key in ROPE_NUMBERS if root.get(key) is None and one.get(key) != other.get(key)]:
+            what = f"`{name}` has `rope_parameters` and `rope_scaling` with two values of `{unlike[0]}`"
+            raise Refused(Problem(what, key="rope_scaling", hint="leave one of them out"))
     return flat
 
 
@@ -467,6 +468,10 @@ def _angles(s: Said) -> tuple[Words, Mapping[str, Any], str | None]:
     kind = scaling.get("rope_type") or scaling.get("type")
     if kind is None and scaling.get("factor") is not None:
         s.refuse("rope_scaling", "`rope_scaling.factor` without a type of scaling", "say `rope_type`")
+    if kind in ("yarn", "llama3"):  # transformers 5.12.1 takes it before the table's
+        original = scaling.get("original_max_position_embeddings")
+        lack = "it stands beside the one of `rope_scaling`, of another value: leave it out"
+        s.only("original_max_position_embeddings", original, lack=lack)
     named = "yarn" if kind == "yarn" and s.root["model_type"] not in LATENT else "rope"  # MLA has a flag of its own
     return iter(("--position-embedding-type", named, "--rotary-base", str(int(base)))), scaling, kind
 
@@ -611,7 +616,9 @@ def _arranged(s: Said) -> Words:
 
 
 def _window(s: Said) -> Words:
-    if window := s.root.get("sliding_window"):
+    if (window := s.get("sliding_window")) is not None:
+        if not window:
+            s.refuse("sliding_window", "`sliding_window: 0`", "say null where there is none")
         yield from ("--window-size", f"{window - 1},0")
 
 
@@ -620,7 +627,16 @@ def _mistral(s: Said) -> Words:
     yield from _window(s)
 
 
+def _mistral_alone(s: Said) -> Words:
+    if s.get("layer_types") and s.get("sliding_window"):
+        what = "`layer_types` beside the window of `mistral`"
+        s.refuse("layer_types", what, "transformers opens it as `ministral`: say that `model_type`, or leave them out")
+    yield from _mistral(s)
+
+
 def _ministral(s: Said) -> Words:
+    if s.get("sliding_window"):
+        s.need("layer_types")
     yield from (*_blocks(s), *_arranged(s))
 
 
@@ -688,6 +704,7 @@ def _gpt_oss(s: Said) -> Words:
     s.only(
         "experts_per_token", s.get("num_experts_per_tok"), lack="it stands beside `num_experts_per_tok`: leave one out"
     )
+    s.need("layer_types")
     scaling = s.root.get("rope_parameters") or s.root.get("rope_scaling") or {}
     if not scaling:  # transformers 5.12.1 has YaRN by 32 then
         s.refuse("rope_scaling", "`gpt_oss` without a table of rotary embedding", "give the whole file")
@@ -1005,7 +1022,7 @@ def _bamba(s: Said) -> Words:
 
 
 KINDS: Mapping[str, Callable[[Said], Words]] = {
-    "llama": _blocks, "mistral": _mistral, "mixtral": _mixtral, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe,
+    "llama": _blocks, "mistral": _mistral_alone, "mixtral": _mixtral, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen3_next, "qwen3_5_text": _qwen3_5, "qwen3_5_moe_text": _qwen3_5_moe, "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek, "deepseek_v32": _deepseek, "kimi_k2": _deepseek, "glm4_moe": _glm4_moe,
     "glm4_moe_lite": _deepseek, "glm_moe_dsa": _deepseek, "nemotron_h": _nemotron_h,
