@@ -195,7 +195,8 @@ def shelf(folder: Path, said: Mapping[str, Any] | None, single: str = "") -> She
     Raises:
         Refused: files that cannot be read, or tensors that lie elsewhere than the index says; at once, with every finding.
     """
-    problems, found, handles = [], {}, {}
+    found: dict[str, tuple[str, tuple[int, ...], str]] = {}
+    problems, handles = [], {}
     for name in [single] if said is None else sorted({str(file) for file in said.values()}):
         path = folder / name
         try:
@@ -210,6 +211,10 @@ def shelf(folder: Path, said: Mapping[str, Any] | None, single: str = "") -> She
             problems.append(Problem(f"`{path}` is damaged: {err}", hint="copy it again"))
             continue
         for key in handle.keys():  # noqa: SIM118  not a mapping
+            if key in found and key not in (said or ()):
+                problems.append(
+                    Problem(f"`{key}` lies in `{found[key][0]}` and in `{name}`, and the index says neither")
+                )
             part = handle.get_slice(key)
             found[key] = (name, tuple(part.get_shape()), part.get_dtype())
     if not problems and said is not None:

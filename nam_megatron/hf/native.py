@@ -32,6 +32,7 @@ from nam_megatron.lint.huggingface import of_text
 Say = Callable[[str], None]
 INDEX, SINGLE = folder.INDEX, folder.SINGLE
 MOST = 12  # findings that are said
+ADAPTERS = "adapter_config.json"
 DERIVED = "rotary_emb.inv_freq"  # of older files: it follows from the config
 
 
@@ -64,10 +65,10 @@ class Source:
         """A published tensor of that shape as our type, `less` taken off, what was rounded remembered. Raises Refused: no such numbers."""
         stored = self.stored(name)
         value = self.form.read(self.shelf, stored, shape)
-        if not value.isfinite().all():
-            said = f"`{stored}` of `{self.file(name)}` holds a NaN or an infinity"
-            raise Refused(Problem(said, hint="the file is damaged, or its training was: get it again"))
         made = (value.float() - less).to(dtype) if less else value.to(dtype)
+        if not made.isfinite().all():  # what is too large for our type, too
+            said = f"`{stored}` of `{self.file(name)}` holds a NaN or an infinity as {str(dtype)[6:]}"
+            raise Refused(Problem(said, hint="the file is damaged, or its training was: get it again"))
         back = (made.float() + less).to(value.dtype) if less else made.to(value.dtype)
         if not torch.equal(back, value):
             self.rounded.append(name)
@@ -127,6 +128,11 @@ def _source(path: Path, tree: Mapping[str, Any], text: Mapping[str, Any], of: Fa
     form = quantized.form(path, tree, text, packs=of.model_type == "gpt_oss")
     index = path / INDEX
     said = folder.load_json(index).get("weight_map") if index.exists() else None
+    if not isinstance(said, dict | None):
+        raise Refused(Problem(f"`weight_map` of `{index}` is no table", hint="get the file again"))
+    if (path / ADAPTERS).exists():  # which transformers would put into the weights
+        hint = "merge them, or take them away if they are not meant"
+        raise Refused(Problem(f"`{path}` holds adapters beside its weights: `{ADAPTERS}`", hint=hint))
     if said is None and not (path / SINGLE).is_file():
         hint = "weights are read from safetensors alone: nothing is unpickled"
         raise Refused(Problem(f"`{path}` holds neither `{INDEX}` nor `{SINGLE}`", hint=hint))
@@ -136,7 +142,7 @@ def _source(path: Path, tree: Mapping[str, Any], text: Mapping[str, Any], of: Fa
         hint = "take away the one that is not the model's"
         raise Refused(Problem(f"`{path}` holds both `{INDEX}` and a `{SINGLE}` that it does not name", hint=hint))
     shelf, spelled, left_out = (
-        folder.shelf(path, said if isinstance(said, dict) else None, SINGLE),
+        folder.shelf(path, said, SINGLE),
         dict(of.spelled),
         set[str](),
     )
@@ -145,9 +151,9 @@ def _source(path: Path, tree: Mapping[str, Any], text: Mapping[str, Any], of: Fa
             spelled[name] = f"{WHOLE}{name.removeprefix(TEXT)}"
         elif name.startswith(WHOLE):
             left_out.add(name)
-    if twice := sorted(left_out.intersection(spelled.values())):
-        hint = f"keep the one of the model that `{folder.CONFIG}` describes"
-        raise Refused(Problem(f"`{path}` holds `{twice[0]}` with and without `{TEXT.removeprefix(WHOLE)}`", hint=hint))
+    if both := [name for name, usual in spelled.items() if {name, usual} <= shelf.found.keys()]:
+        hint = "keep the one that is the model's"
+        raise Refused(Problem(f"`{path}` holds `{both[0]}` and `{spelled[both[0]]}`, which are one tensor", hint=hint))
     return Source(path, shelf, spelled, form, frozenset(left_out))
 
 
@@ -185,6 +191,9 @@ def described(tree: dict[str, Any], name: str) -> dict[str, Any]:
     report = lint(json.dumps(tree), name)
     sys.stderr.write(shown("".join(f"> {name}: {line}\n" for line in preset.stops(report))))
     made = recipe.make(report, Path("published.yaml"))
+    # A value that the schema does not take leaves ours in its place, which `translate` asks for.
+    unsaid = [line for line in made.lost if line.startswith(("model.", "feature.")) and "model.letters." not in line]
+    raise_if(Problem(f"`{name}` has a value that no recipe has: {line}") for line in unsaid)
     return describe.config(plan_of(made.recipe))
 
 
@@ -376,7 +385,7 @@ def peft(checkpoint: Path, out: Path, say: Say, named: str | None = None) -> str
             "lora_dropout": 0.0,
         }
         more = {"target_modules": modules, "bias": "none", "inference_mode": True, "base_model_name_or_path": None}
-        folder.write_json(part / "adapter_config.json", keys | more)
+        folder.write_json(part / ADAPTERS, keys | more)
     return of.architecture
 
 

@@ -303,9 +303,9 @@ def test_a_tensor_without_a_place_or_a_place_without_one_is_named(copied):
     assert "more" in text
 
 
-@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf, 3.3999e38])  # the last is an infinity in bf16
 def test_a_weight_that_is_no_number_is_named_and_nothing_is_left(copied, value):
-    changed(copied[0], GATE, lambda tensor: tensor.index_fill(0, torch.tensor([1]), value))
+    changed(copied[0], GATE, lambda tensor: tensor.float().index_fill(0, torch.tensor([1]), value))
     assert f"`{GATE}` of `{of_shard(copied[0], GATE).name}` holds a NaN or an infinity" in said(copied)
 
 
@@ -318,6 +318,9 @@ def test_another_model_and_what_no_reader_takes_are_refused(copied):
 
     assert "has `attention.query_groups` 4, and the plan 2" in with_config(num_key_value_heads=4)
     assert "has `norm_epsilon` 0.0001, and the plan 1e-05" in with_config(rms_norm_eps=1e-4)
+    # Ours stood in the place of what no recipe takes, without a word.
+    assert "no recipe has: model.norm_epsilon: must be greater than 0, not 0.0" in with_config(rms_norm_eps=0.0)
+    assert "no recipe has: model.rotary_base: an integer of more" in with_config(rope_parameters={"rope_theta": 1e300})
     assert "weights of `bert` are not read" in with_config(model_type="bert")
     one, none = ({"quant_method": "fp8", "weight_block_size": sizes} for sizes in ([128], [0, 128]))
     methods = ("gptq", "awq", "bitsandbytes", "compressed-tensors", "modelopt", "mxfp4")  # the last is read of gpt-oss
@@ -815,5 +818,26 @@ def test_a_tensor_of_text_that_stands_twice_is_refused(tmp_path):
     """In a model that also sees, with its prefix and without: the one without was left out as a picture's."""
     twice = {name: torch.ones(4) for name in ("model.norm.weight", "model.language_model.norm.weight")}
     save_file(twice, tmp_path / "model.safetensors")
-    with pytest.raises(Refused, match=r"with and without `language_model\.`"):
+    with pytest.raises(
+        Refused, match=r"`model\.language_model\.norm\.weight` and `model\.norm\.weight`, which are one"
+    ):
         native._source(tmp_path, {}, {"model_type": "x"}, families.family("qwen3_5_text"))
+    names = ("backbone.embedding.weight", "backbone.embeddings.weight")
+    save_file({name: torch.ones(4) for name in names}, tmp_path / "model.safetensors")
+    with pytest.raises(Refused, match="which are one tensor"):
+        native._source(tmp_path, tree := {}, tree, families.family("nemotron_h"))
+
+
+def test_what_two_readers_would_take_for_two_models_is_refused(copied):
+    """One tensor in two shards, neither of which the index names; adapters, which transformers puts into the weights."""
+    folder, index = copied[0], json.loads((copied[0] / INDEX).read_text())
+    other = of_shard(folder, GATE)
+    file = index["weight_map"].pop(Q)
+    save_file(load_file(other) | {Q: torch.ones(64, 64, dtype=torch.bfloat16)}, other, {"format": "pt"})
+    (folder / INDEX).write_text(json.dumps(index))
+    assert re.search(f"`{Q}` lies in `[^`]+` and in `[^`]+`, and the index says neither", said(copied))
+    (folder / INDEX).write_text(json.dumps({"weight_map": [file]}))
+    assert f"`weight_map` of `{folder / INDEX}` is no table" in said(copied)
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / INDEX).write_text(json.dumps(index))
+    assert f"`{folder}` holds adapters beside its weights" in said(copied)
