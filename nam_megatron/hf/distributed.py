@@ -78,11 +78,15 @@ class Checkpoint:
                 for key, of in index.state_dict_metadata.items()
                 if isinstance(of, metadata.TensorStorageMetadata)
             }
+            self.chunks = {
+                key: (tuple(of.size), of.properties.dtype, {tuple(c.offsets): tuple(c.sizes) for c in of.chunks})
+                for key, of in self.tensors.items()
+            }
             self.objects = [key for key in index.state_dict_metadata if key not in self.tensors]
-            self.places: dict[str, list[tuple[torch.Size, Any]]] = defaultdict(list)
+            self.places: dict[str, list[tuple[tuple[int, ...] | None, Any]]] = defaultdict(list)
             for at, stored in index.storage_data.items():
                 if at.fqn in self.tensors:
-                    self.places[at.fqn].append((at.offset, stored))
+                    self.places[at.fqn].append((at.offset and tuple(map(int, at.offset)), stored))
         except OSError as err:
             raise Refused(Problem(f"`{folder}` is no step of a checkpoint: {err.strerror}: `.metadata`")) from None
         except Exception as err:  # whatever a damaged pickle makes of itself
@@ -94,24 +98,33 @@ class Checkpoint:
         Raises:
             Refused: it is not there, of another shape or type, or its pieces are damaged or do not fill it.
         """
-        if (of := self.tensors.get(key)) is None:
+        if key not in self.tensors:
             raise Refused(Problem(f"`{self.folder}` holds no `{key}`, and the plan has one"))
-        if tuple(of.size) != shape:
-            raise Refused(Problem(f"`{key}` is {list(of.size)} in `{self.folder}`, and {list(shape)} in the plan"))
-        if of.properties.dtype != dtype:
-            raise Refused(Problem(f"`{key}` is {of.properties.dtype} in `{self.folder}`, not {dtype}"))
-        whole, filled = torch.empty(shape, dtype=dtype), 0
-        sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in of.chunks}
+        there, of, chunks = self.chunks[key]
+        if there != shape:
+            raise Refused(Problem(f"`{key}` is {list(there)} in `{self.folder}`, and {list(shape)} in the plan"))
+        if of != dtype:
+            raise Refused(Problem(f"`{key}` is {of} in `{self.folder}`, not {dtype}"))
+        whole, sizes, filled = torch.empty(shape, dtype=dtype), dict(chunks), 0
+        if dtype.is_floating_point:
+            whole.fill_(torch.nan)
         for offset, stored in self.places[key]:
             piece = self._piece(key, stored)
-            size = sizes.pop(tuple(offset or (0,) * len(shape)), None)
-            if size is None or tuple(piece.shape) != size or piece.dtype != dtype:
+            offset = offset or (0,) * len(shape)
+            size = sizes.pop(offset, None)
+            plain = piece.layout == torch.strided and not piece.is_meta
+            if not plain or size is None or tuple(piece.shape) != size or piece.dtype != dtype:
                 raise Refused(Problem(f"a piece of `{key}` in `{self.folder}` is not what its index says"))
-            window = tuple(slice(o, o + n) for o, n in zip(offset or (0,) * len(shape), size, strict=True))
-            whole[window] = piece
+            window = whole[tuple(slice(o, o + n) for o, n, _ in zip(offset, size, shape, strict=False))]
+            if window.shape != piece.shape:
+                raise Refused(Problem(f"a piece of `{key}` in `{self.folder}` lies outside it"))
+            window.copy_(piece)
             filled += piece.numel()
         if sizes or filled != whole.numel():
             raise Refused(Problem(f"`{key}` is not whole in `{self.folder}`: {filled} of {whole.numel()} values"))
+        if not whole.isfinite().all():  # or pieces lie over one another, and what none fills is left
+            hint = "its training was damaged, or its index is"
+            raise Refused(Problem(f"`{key}` holds a NaN or an infinity in `{self.folder}`", hint=hint))
         return whole
 
     def joined(self, tensor: Tensor) -> torch.Tensor:
@@ -120,9 +133,10 @@ class Checkpoint:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _piece(self, key: str, stored: Any) -> torch.Tensor:
-        if Path(stored.relative_path).name != stored.relative_path or "\0" in stored.relative_path:
-            raise Refused(Problem(f"the index of `{self.folder}` points outside it: `{stored.relative_path}`"))
-        path = self.folder / stored.relative_path
+        name = str(getattr(stored, "relative_path", ""))
+        if Path(name).name != name or "\0" in name:
+            raise Refused(Problem(f"the index of `{self.folder}` points outside it: `{name}`"))
+        path = self.folder / name
         raise_if(irregular((path,)))
         try:
             with path.open("rb") as stream:
@@ -134,7 +148,8 @@ class Checkpoint:
         except OSError as err:
             raise Refused(closed(err)) from None
         except Exception as err:
-            raise Refused(Problem(f"`{key}` in `{path}` is damaged: {str(err).splitlines()[0][:200]}")) from None
+            why = str(err).partition("\n")[0][:200] or type(err).__name__
+            raise Refused(Problem(f"`{key}` in `{path}` is damaged: {why}")) from None
         if not isinstance(piece, torch.Tensor):
             raise Refused(Problem(f"`{key}` in `{path}` is a {type(piece).__name__}, not a tensor"))
         return piece

@@ -2,9 +2,10 @@
 
 import hashlib
 import json
+import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ MODEL = Path(__file__).parent / "model"
 CODE = ("configuration_nam.py", "modeling_nam.py")
 AUTO = {"AutoConfig": "configuration_nam.NamConfig", "AutoModelForCausalLM": "modeling_nam.NamForCausalLM"}
 Say = Callable[[str], None]
+CREDENTIALS = re.compile(r"(?<=://)[^/\s\"@]+@")
 
 
 def export(
@@ -64,6 +66,7 @@ def opened(checkpoint: Path, tokens: Path | None, say: Say) -> tuple[Lowering, P
         if not same_tokens(*known_tokens(at.parent), tokens):
             said = f"`{tokens}` is another tokenizer than that of `{at.parent}`: its numbers stand for other texts"
             raise Refused(Problem(said, hint="give the one that the model was trained with"))
+        raise_if(other_ends(trained_tokenizer(at, plan), tokens))
     say(f"tokenizer: {tokens or 'none, since the run had no dataset of ours; `--tokenizer FOLDER` gives one'}")
     return lowering, step, tokens
 
@@ -101,7 +104,8 @@ def _fill(
     folder.write_json(part / "generation_config.json", {"use_cache": True, **ends})
     for name in CODE:
         shutil.copyfile(MODEL / name, part / name)
-    (part / PLAN).write_text(plan_json(lowering), encoding="utf-8")
+    # An export is published: what MLflow's address has before its host is not.
+    (part / PLAN).write_text(CREDENTIALS.sub("", plan_json(lowering)), encoding="utf-8")
     if tokens is not None:
         tokenizer.copy(tokens, part)
     said = {"step": source.step.name, "weights": folder.fingerprint(hashes), "checkpoint": checksums.whole(source.step)}
@@ -276,6 +280,15 @@ def same_tokens(theirs: dict[str, Any] | None, told: str | None, given: Path) ->
     with tempfile.TemporaryDirectory() as copied:  # a dataset has one of others as it is used, which is another file
         tokenizer.copy(given, Path(copied))
         return told == dataset.digest(Path(copied, tokenizer.FILE))
+
+
+def other_ends(known: Path | None, given: Path) -> Iterator[Problem]:
+    """Where a tokenizer ends documents, or pads, with other tokens than the one in `known`, a model's own."""
+    if known in (None, given) or not all((at / tokenizer.FILE).is_file() for at in (known, given)):
+        return
+    if (was := special(known)) != (now := special(given)):
+        said = f"`{given}` has {json.dumps(now)}, and `{known}`, which the model was trained with, {json.dumps(was)}"
+        yield Problem(said, hint=f"name in `{tokenizer.CONFIG}` the tokens that the model has learned")
 
 
 def fits(tokens: Path, vocabulary: int) -> None:

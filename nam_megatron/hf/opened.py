@@ -1,5 +1,6 @@
 """The exported model in this process, of an export or straight of a checkpoint; no code of the folder runs (torch side)."""
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,6 @@ from nam_megatron.hf import export as exports
 from nam_megatron.hf.export import config_for, config_of, plan_of, trained_tokenizer
 from nam_megatron.hf.model.configuration_nam import NamConfig
 from nam_megatron.hf.model.modeling_nam import NamForCausalLM
-from nam_megatron.judge.resume import foreign
 from nam_megatron.runtime import checksums
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -40,12 +40,10 @@ def open_model(
         read = folder.reader(path, tensors)
     else:
         step = distributed.step_folder(path)
-        raise_if(Problem(f"checkpoint `{step}` is damaged: {what}") for what in checksums.damage(step))
-        raise_if(Problem(f"checkpoint `{step}` {why}") for why in foreign(step))
         plan = load_plan(plan_of(path, step)).plan
         config = config_for(plan)
         tensors = list(describe.tensors(config.to_dict()))
-        read = distributed.Checkpoint(step).joined
+        read = exports.checked(step, plan).joined
     if kernels != "torch":
         from nam_megatron.hf import fused
 
@@ -120,6 +118,9 @@ def another_tokenizer(path: Path, given: Path) -> Iterator[Problem]:
     if not exports.same_tokens(*exports.known_tokens(at), given):
         message = f"`{given}` is another tokenizer than that of `{at}`: its numbers stand for other texts"
         yield Problem(message, hint="give the one that the model was trained with")
+        return
+    with contextlib.suppress(Refused):  # nobody knows one
+        yield from exports.other_ends(tokenizer_of(path), given)
 
 
 def known_tokens(path: Path) -> bool:

@@ -73,7 +73,10 @@ def _scored(result: Path, made: dict[str, Any], dataset: Path) -> bool:
     if not result.exists():
         return False
     said = folder.load_json(result)
-    return (said.get("weights"), said.get("dataset")) == (made["weights"], manifest.read(dataset).key)
+    whole = (
+        type(said.get("step")) is int
+    )  # as written here; a result of `hf perplexity` may be of a few windows, or another split
+    return whole and (said.get("weights"), said.get("dataset")) == (made["weights"], manifest.read(dataset).key)
 
 
 def _newest(checkpoint: Path) -> int | None:

@@ -27,6 +27,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.ssm.gated_delta_net.common import _GDNBase
 from megatron.core.transformer.moe import moe_utils
+from torch.distributed.checkpoint import filesystem, metadata
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from nam_megatron import generate, train
@@ -1039,6 +1040,101 @@ def test_text_goes_in_and_comes_out(spoken, capsys):
     assert text == "int naïve €" + theirs.decode(new, skip_special_tokens=True) + "\n"
 
 
+def test_a_tokenizer_that_ends_documents_otherwise_is_another(spoken, tmp_path, capsys):
+    """With the same words: `generate` would stop elsewhere, and an export would say so to everybody."""
+    for name in (tokenizer.FILE, tokenizer.CONFIG):
+        shutil.copyfile(spoken[1] / name, tmp_path / name)
+    keys = json.loads((tmp_path / tokenizer.CONFIG).read_text())
+    (tmp_path / tokenizer.CONFIG).write_text(json.dumps(keys | {"eos_token": "a"}))
+    assert generate.main([str(spoken[1]), "--prompt", "int f3", "--new", "2", "--tokenizer", str(tmp_path)]) == 2
+    assert f'`{tmp_path}` has {{"eos_token_id": ' in capsys.readouterr().err
+    export.load(spoken[1], spoken[0] / "plan.json", tmp_path / "again", lambda text: None)
+    words = ["export", str(tmp_path / "again"), str(tmp_path / "hf"), "--tokenizer"]
+    assert command.main([*words, str(tmp_path)]) == 2 and not (tmp_path / "hf").exists()
+    assert "which the model was trained with" in capsys.readouterr().err
+    (tmp_path / tokenizer.CONFIG).write_text(json.dumps(keys | {"model_max_length": 7}))
+    assert command.main([*words, str(tmp_path)]) == 0
+
+
+HOLE = "decoder.final_norm.weight"
+
+
+def swapped_index(step: Path, change) -> None:
+    index = pickle.loads((step / ".metadata").read_bytes())
+    change(index, index.state_dict_metadata[HOLE])
+    with (step / ".metadata").open("wb") as stream:
+        pickle.dump(index, stream)
+
+
+def pieces(*starts: int, value: Any = None):
+    """Of a tensor of 64 values, pieces of equal size that begin at `starts`."""
+
+    def change(index: Any, of: Any, step: Path) -> None:
+        made = torch.ones(64 // len(starts), dtype=torch.bfloat16) if value is None else value
+        torch.save(made, step / "__9_0.distcp")
+        of.chunks = [metadata.ChunkStorageMetadata(torch.Size((at,)), made.shape) for at in starts]
+        for at in [at for at in index.storage_data if at.fqn == HOLE]:
+            del index.storage_data[at]
+        stored = filesystem._StorageInfo("__9_0.distcp", 0, (step / "__9_0.distcp").stat().st_size)
+        index.storage_data |= {metadata.MetadataIndex(HOLE, torch.Size((at,))): stored for at in starts}
+
+    return change
+
+
+def setting(name: str, value: Any):
+    return lambda index, of, step: setattr(of, name, value)
+
+
+def stored(value: Any):
+    return lambda index, of, step: index.storage_data.update(
+        dict.fromkeys([at for at in index.storage_data if at.fqn == HOLE], value)
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (pieces(0, 16), "holds a NaN or an infinity"),  # 48 of 64 values, the others were whatever lay in memory
+        (pieces(0, value=torch.full((64,), torch.nan, dtype=torch.bfloat16)), "holds a NaN or an infinity"),
+        (pieces(8, value=torch.ones(64, dtype=torch.bfloat16)), "lies outside it"),
+        (pieces(0, value=torch.ones(64, dtype=torch.bfloat16).to_sparse()), "is not what its index says"),
+        (pieces(0, value=torch.ones(64, dtype=torch.bfloat16, device="meta")), "is not what its index says"),
+        (setting("size", None), "cannot be read"),
+        (setting("properties", None), "cannot be read"),
+        (setting("chunks", [1]), "cannot be read"),
+        (stored(4), "cannot be read"),
+        (stored(filesystem._StorageInfo("__0_0.distcp", 0, 10**15)), "is damaged: "),
+        (lambda index, of, step: index.state_dict_metadata.update({"decoder.layers.0.x": of}), "the plan has no such tensor"),
+    ],
+)  # fmt: skip
+def test_an_index_that_leaves_a_hole_or_says_more_than_the_plan_is_refused(made, tmp_path, capsys, change, says):
+    shutil.copytree(made("native")[0], tmp_path / "ckpt")
+    step = tmp_path / "ckpt" / "iter_0000003"
+    swapped_index(step, partial(change, step=step))
+    checksums.put(step, checksums.digests(step, checksums.names(step)))
+    (tmp_path / "f.jsonl").write_text('{"tokens": [1]}\n')
+    assert generate.main([str(tmp_path / "ckpt"), "--file", str(tmp_path / "f.jsonl"), "--new", "1"]) == 2
+    assert says in capsys.readouterr().err
+    assert command.main(["export", str(tmp_path / "ckpt"), str(tmp_path / "hf")]) == 2
+
+
+def test_an_export_has_no_password_of_its_plan(made, tmp_path):
+    """What an address has before its host went with the plan into a folder that is published."""
+    tree = to_tree(load_plan(made("native")[0] / "plan.json").plan.recipe)
+    tree["feature"]["tracking"] = dict.fromkeys(
+        ("tensorboard", "wandb_project", "wandb_name", "wandb_dir", "wandb_entity")
+    )
+    tree["feature"]["tracking"] |= {"mlflow": "https://me:hunter2@host.example", "mlflow_experiment": "E"}
+    shutil.copytree(made("native")[0], tmp_path / "ckpt")
+    for at in (tmp_path / "ckpt", step := tmp_path / "ckpt" / "iter_0000003"):
+        (at / "plan.json").write_text(plan_json(translate(from_tree(tree))))
+    checksums.put(step, checksums.digests(step, checksums.names(step)))
+    export.export(tmp_path / "ckpt", tmp_path / "hf", None, lambda text: None)
+    said = (tmp_path / "hf" / "plan.json").read_text()
+    assert "https://host.example" in said and "hunter2" not in said
+    load_plan(tmp_path / "hf" / "plan.json")
+
+
 def test_a_character_of_several_tokens_is_shown_whole(monkeypatch, capsys):
     monkeypatch.setattr(generate, "decode", lambda *_: ([byte] for byte in "€!".encode()))
     by_bytes = SimpleNamespace(decode=lambda said: bytes(said).decode(errors="replace"))
@@ -1185,7 +1281,12 @@ def test_windows_predict_every_token_but_the_first_once(tmp_path, tokens):
 def test_a_result_is_of_these_weights_and_that_dataset(tmp_path, monkeypatch, weights, dataset):
     monkeypatch.setattr(watch.manifest, "read", lambda path: SimpleNamespace(key="d"))
     said = {"weights": weights, "dataset": dataset}
-    (tmp_path / "s.json").write_text(json.dumps({key: value for key, value in said.items() if value}))
+    said = {key: value for key, value in said.items() if value}
+    (tmp_path / "s.json").write_text(
+        json.dumps(said | {"step": "iter_0000003"})
+    )  # by `hf perplexity`, of a few windows say
+    assert not watch._scored(tmp_path / "s.json", {"weights": "w"}, tmp_path)
+    (tmp_path / "s.json").write_text(json.dumps(said | {"step": 3}))
     assert watch._scored(tmp_path / "s.json", {"weights": "w"}, tmp_path) == ((weights, dataset) == ("w", "d"))
     assert not watch._scored(tmp_path / "none.json", {"weights": "w"}, tmp_path)
 
