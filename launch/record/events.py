@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ class Events:
             or any(type(value) is bool or (type(value) is str and value not in INFINITE) for value in figures)
         ):
             raise ValueError
-        when, kind = datetime.fromtimestamp(event["at"]), event["event"]
+        when, kind = datetime.fromtimestamp(event["at"], UTC), event["event"]
         if rank is None:
             if kind == "launched":
                 self.started = when

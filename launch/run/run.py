@@ -148,13 +148,23 @@ def attempt(context: Context, opened: Receipt, signals: Signals, start: Start) -
     opened.record(job={**opened.content["job"], "command": words, "launcher_pid": os.getpid()}, plan={"sha256": sha})
     signals.look()
     try:
-        return train(words, environ, context, opened.folder, nonce, signals)
+        code = train(words, environ, context, opened.folder, nonce, signals)
+        if code or unchanged(context, data):
+            return code
+        return Verdict("failed", FINDINGS, "the data is no longer what it was when the run began")
     except Hung as hung:
         return Verdict("failed", FINDINGS, f"it hung: {hung}")
     except OSError as err:
         problem = receipt.unwritable(opened.folder, err, "cluster.storage.receipts")
         sys.stderr.write(Refused(problem).render())
         return Verdict("failed", FINDINGS, problem.message)
+
+
+def unchanged(context: Context, data: Mapping[str, Any]) -> bool:
+    """Whether a run's data is what its receipt tells of."""
+    with contextlib.suppress(Refused):
+        return job.data(context) == data
+    return False
 
 
 def ended(code: int, came: Mapping[str, Any], job: Mapping[str, Any], signals: Sequence[str]) -> Verdict:

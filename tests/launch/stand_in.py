@@ -58,7 +58,8 @@ def say(text: str) -> None:
 
 def train(words: dict[str, str]) -> int:
     """steps, sleep (seconds a step), stop (last step printed), code, say (a last line), chat (MiB of noise), deaf, child,
-    touch (a file, once running; of a rank above 0 with its number), silent (no events), full (events do not fit from this step on).
+    touch (a file, once running; of a rank above 0 with its number), silent (no events), spoil (a file),
+    full (events do not fit from this step on).
     """
     sys.path[:0] = [str(HERE.parents[2])]
     from nam_megatron.events import RECORD
@@ -110,6 +111,8 @@ def train(words: dict[str, str]) -> int:
     last = int(words.get("stop", steps))
     for line in Path(os.environ["STAND_IN_SAYS"]).read_text().splitlines() if "STAND_IN_SAYS" in os.environ else ():
         say(line)
+    if "spoil" in words:
+        Path(words["spoil"]).write_text("other")
     if "say" in words:
         say(words["say"])
     code = int(words.get("code", 0))

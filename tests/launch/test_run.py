@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import inject
@@ -667,6 +668,39 @@ def test_hosts_of_a_job_have_files_of_their_own(tmp_path):
         record.end("done", 0)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["events.0.jsonl", "events.1.jsonl"]
     assert ending(tmp_path, 0, world=2) == ("completed", 0, None)
+
+
+@pytest.mark.parametrize("month", [3, 10])
+def test_an_hour_that_a_country_takes_or_gives_is_none_of_a_run(tmp_path, monkeypatch, month):
+    monkeypatch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
+    time.tzset()
+    turned = datetime(2026, month, {3: 29, 10: 25}[month], 1, tzinfo=UTC).timestamp()
+    said_by(tmp_path, *({"event": "step", **step(n), "ms": 1000.0} for n in (1, 2)))
+    file = tmp_path / events.FILE
+    begun = {"run": "mine", "rank": None, "pid": 1, "n": 1, "at": turned - 5, "event": "launched"}
+    lines = [begun, *map(json.loads, file.read_text().splitlines())]
+    for n, line in enumerate(lines):
+        line["at"] = turned - 5 + 3 * n
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    try:
+        assert outcome.of_run(tmp_path, {"nonce": "mine"})["bad_put"]["until_first_step_s"] == 5.0
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+@pytest.mark.parametrize(("trainer", "end"), [("steps=2", "completed"), ("steps=2 spoil={}", "failed")])
+def test_data_that_changes_under_a_run_is_not_what_its_receipt_tells_of(root, trainer, end):
+    """Swapped between the checks and the trainer, or written over in place while it is read."""
+    data = root.parent / "set.bin"
+    for path in (data, data.with_suffix(".idx")):
+        path.write_bytes(b"x")
+    words = ("data=indexed", f"data.path={data.with_suffix('')}", f"data.tokenizer={root.parent}")
+    launcher = Launcher.start(root, trainer.format(data), *words)
+    assert launcher.wait() == (end == "failed"), launcher.err
+    (folder,) = receipt.folders(root)
+    found = receipt.read(folder)["outcome"]
+    assert (found["end"], "the data is no longer" in str(found["reason"])) == (end, end == "failed")
 
 
 def test_a_fork_of_a_rank_says_nothing(tmp_path):
