@@ -570,6 +570,13 @@ def refusal(capsys, *words: object) -> str:
     return capsys.readouterr().err
 
 
+def test_of_two_texts_in_a_row_none_is_left_out(tmp_path, bpe, capsys):
+    path = jsonl(tmp_path / "a.jsonl")
+    path.write_text(path.read_text() + '{"text": "one", "n": {"text": 1}, "text": "two"}\n')
+    said = refusal(capsys, "build", tmp_path / "set", path, "--tokenizer", bpe, "--workers", 1)
+    assert said.startswith(f"error: {path}:61: `text` stands in it twice\n")
+
+
 def test_rows_that_are_no_documents_are_named(tmp_path, bpe, capsys, monkeypatch):
     monkeypatch.setattr(sources, "PIECE", 150)  # most lines are in another piece than the first
     rows = [json.dumps({"text": t}) for t in TEXTS]

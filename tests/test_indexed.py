@@ -17,7 +17,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.training import training
 
 from nam_megatron.compile.lower import translate
-from nam_megatron.data import indexed
+from nam_megatron.data import identity, indexed
+from nam_megatron.errors import Refused
 from nam_megatron.recipe import load
 from nam_megatron.train import unfit_data
 
@@ -34,6 +35,28 @@ def dataset(prefix: Path, lengths: list[int], dtype: type = numpy.uint16) -> str
 def refused(*words: str, root: Path = Path()) -> list[tuple[str, str | None]]:
     found = unfit_data(translate(load("nam56r_smoke", words)).plan, root)
     return [(problem.message, problem.key) for problem in found]
+
+
+@pytest.mark.parametrize("key", ["parts", "valid_parts"])
+@pytest.mark.parametrize("how", [os.symlink, os.link, shutil.copy, None])
+def test_one_dataset_under_two_names_is_no_blend(tmp_path, how, key):
+    """It would weigh twice, or be evaluated on what it trains on."""
+    names = [dataset(tmp_path / "a", [50]), dataset(tmp_path / "c", [51]), f"{tmp_path}/b"]
+    for end in ("bin", "idx") if how else ():
+        how(f"{names[0]}.{end}", f"{names[2]}.{end}")
+    names[2] = names[2] if how else f"{tmp_path}/./a"
+    parts = [f"{{weight: 1, path: {name}}}" for name in names]
+    mixed = {"parts": parts[:2], "valid_parts": parts[1:2]} | {key: [parts[2]] if key == "valid_parts" else parts[::2]}
+    words = [f"data.{name}=[{','.join(said)}]" for name, said in mixed.items()]
+
+    def hashed() -> object:
+        found = load(
+            "nam56r_smoke", ("data=blend", "data.tokenizer=t", "data.split=null", "schedule.eval_steps=1", *words)
+        )
+        return identity.tree(found.data) if how else translate(found)
+
+    with pytest.raises(Refused, match=r"are one dataset|has `.*/a` twice|which is trained on"):
+        hashed()
 
 
 def of(prefix: str, *words: str, split: str = "99,1,0") -> list[tuple[str, str | None]]:

@@ -32,6 +32,7 @@ def tree(data: "Data", root: Path = Path()) -> dict[str, Any] | None:
         raise_if(overwritten(root / data.built, made))
         return made.model_dump()
     files = {name: _file(path) for name, path in _files(data, root)}
+    raise_if(_twins(files, data.key))
     if data.tokenizer is not None:
         files |= _tokenizer(root / data.tokenizer)
     return {"version": 1, "files": files} if files else None
@@ -98,6 +99,18 @@ def overwritten(folder: Path, made: manifest.Manifest) -> Iterator[Problem]:
         path = folder / name
         if path.is_file() and path.stat().st_size <= WHOLE and manifest.digest(path) != file.sha256:
             yield Problem(f"`{path}` is not what was built", key="data.path", hint="build the dataset again")
+
+
+def _twins(files: Mapping[str, Mapping[str, Any]], key: str) -> Iterator[Problem]:
+    """Datasets of a blend that are one under two names: a link, a copy. It would weigh twice, or be evaluated on what it trains on."""
+    sums: dict[str, list[str]] = {}
+    for name, file in files.items():
+        sums.setdefault(name.replace("/", ".").partition(".")[0], []).append(file["sha256"])
+    first: dict[tuple[str, ...], str] = {}
+    for name, of in sums.items():
+        if (before := first.setdefault(tuple(of), name)) != name:
+            hint = "give it one weight; evaluate on another"
+            yield Problem(f"`{before}` and `{name}` of the blend are one dataset", key=key, hint=hint)
 
 
 def _files(data: "Data", root: Path) -> Iterator[tuple[str, Path]]:

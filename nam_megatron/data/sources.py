@@ -238,9 +238,17 @@ def _before(piece: Piece) -> int:
 
 
 def _field(line: bytes, field: str) -> object:
-    row = json.loads(line)
+    keys: list[str] = []
+
+    def whole(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        keys[:] = (key for key, _ in pairs)  # the line's own come last
+        return dict(pairs)
+
+    row = json.loads(line, object_pairs_hook=whole)
     if not isinstance(row, dict):
         raise Unreadable("not a JSON object")
+    if keys.count(field) > 1:
+        raise Unreadable(f"`{field}` stands in it twice")
     return row[field]
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from os.path import normpath
 
 from nam_megatron.features.names import Features
 from nam_megatron.features.tracking import Tracking
@@ -50,13 +51,13 @@ def _remote(recipe: Recipe) -> Iterator[Words]:
 
 def _twice(data: Data) -> Iterator[Words]:
     for name in BLENDS:
-        paths = [part.path for part in getattr(data, name) or ()]
+        paths = [normpath(part.path) for part in getattr(data, name) or ()]
         yield from ({"key": f"data.{name}", "path": path} for path in sorted({p for p in paths if paths.count(p) > 1}))
 
 
 def _trained_on(data: Data) -> Iterator[Words]:
-    trained = {part.path for part in data.parts or ()}
-    return ({"path": part.path} for part in data.valid_parts or () if part.path in trained)
+    trained = {normpath(part.path) for part in data.parts or ()}
+    return ({"path": part.path} for part in data.valid_parts or () if normpath(part.path) in trained)
 
 
 def _lacking(data: Data) -> Iterator[Words]:
