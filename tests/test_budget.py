@@ -993,6 +993,12 @@ def test_command_says_whether_it_fits():
     assert tight.code == 0 and tight.err.startswith("warning: fits h200") and "headroom of 100" in tight.err
 
 
+@pytest.mark.parametrize(("batch", "code"), [(1, 0), (100_000, 1)])
+def test_json_of_serving_fits_as_its_exit_code_says(batch, code):
+    done = run("conf=nam56r_native_dp", "serve=true", f"batch={batch}", "format=json")
+    assert (done.code, json.loads(done.out)["fits"]) == (code, not code)
+
+
 def test_json_has_every_line():
     done = run("conf=nam56r_native_dp", "format=json")
     found = json.loads(done.out)

@@ -246,6 +246,7 @@ def tree(b: Budget, c: Cost, serving: Sequence[Serving] = ()) -> dict:
     }
     if serving:
         found["serving"] = [_serving_tree(s) for s in serving]
+        found["fits"] = all(s.fits("paged") for s in serving)  # as the exit code says; the rest is of training
     return found
 
 
