@@ -18,7 +18,7 @@ from nam_megatron.hf.export import export
 from nam_megatron.hf.opened import identity
 from nam_megatron.hf.perplexity import perplexity
 from nam_megatron.runtime import checksums
-from nam_megatron.tracker import RELEASE, TRACKER, newest, word
+from nam_megatron.tracker import RELEASE, newest, word
 from nam_megatron.words.regular import irregular
 
 
@@ -84,8 +84,8 @@ def _newest(checkpoint: Path) -> int | None:
     try:
         step = newest(checkpoint)
     except Refused as refused:
-        empty = (checkpoint / TRACKER).is_file() and not word(checkpoint)  # it is being written
-        if empty or refused.problems[0].law in ("checkpoint-missing", "file-missing"):
-            return None
+        why = refused.problems[0].law
+        if why in ("checkpoint-missing", "file-missing") or (why == "tracker-unreadable" and not word(checkpoint)):
+            return None  # it has not begun, or the tracker is being written
         raise
     return None if step.name == RELEASE else int(step.name.removeprefix("iter_"))

@@ -925,13 +925,15 @@ def test_who_watches_a_folder_without_steps_is_told(made, tmp_path, monkeypatch)
     assert said[0] == f"no step in `{tmp_path}/late` yet: waiting" and (tmp_path / "out/iter_0000003").is_dir()
 
 
-@pytest.mark.parametrize("said", ["-1", "../../x", "9" * 5000, "pipe", "iter_0000003"])
-def test_a_tracker_that_names_no_step_is_not_waited_for(made, tmp_path, said):
+@pytest.mark.parametrize("said", ["-1", "../../x", "9" * 5000, "pipe", "iter_0000003", "closed"])
+def test_a_tracker_that_names_no_step_is_not_waited_for(made, tmp_path, monkeypatch, said):
     shutil.copytree(made("native")[0], tmp_path / "ckpt")
     tracker = tmp_path / "ckpt" / "latest_checkpointed_iteration.txt"
     tracker.unlink()
     os.mkfifo(tracker) if said == "pipe" else tracker.write_text(said)
-    with pytest.raises(Refused, match=r"is a pipe|no step"):
+    if said == "closed":  # root may read whatever there is
+        monkeypatch.setattr(Path, "read_text", Mock(side_effect=PermissionError(13, "Permission denied", str(tracker))))
+    with pytest.raises(Refused, match=r"is a pipe|no step|cannot be read: Permission denied"):
         watch.watch(tmp_path / "ckpt", tmp_path / "out", None, None, "cpu", 3, 0.01, lambda text: None)
 
 
