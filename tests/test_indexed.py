@@ -160,6 +160,7 @@ def test_passes_beyond_count_are_refused(tmp_path):
         (lambda p: os.truncate(p.with_suffix(".idx"), 50), "a.idx` is cut off: 50 bytes of"),
         (lambda p: os.truncate(p.with_suffix(".idx"), p.with_suffix(".idx").stat().st_size - 1), "a.idx` is cut off: "),
         (lambda p: os.truncate(p.with_suffix(".bin"), 3), "a.bin` is cut off: 3 bytes of 50"),
+        (lambda p: os.truncate(p.with_suffix(".bin"), 60), "a.bin` is longer than `a.idx` says: 60 bytes of 50"),
         (lambda p: edit(p, 63, 1), "a.idx` has a sequence that does not lie within the 50 bytes"),  # 256 bytes further
         (lambda p: edit(p, 61, 255), "a.idx` has a sequence that does not lie within the 50 bytes"),  # before the first
         (lambda p: edit(p, 37, 255), "a.idx` has a sequence of -"),  # the first length's sign
@@ -187,6 +188,7 @@ def test_an_index_without_sequences(tmp_path):
     header = bytearray((tmp_path / "a.idx").read_bytes()[: indexed.HEADER.size])
     header[18:26], header[26:34] = bytes(8), (1).to_bytes(8, "little")
     (tmp_path / "a.idx").write_bytes(header + bytes(8))
+    (tmp_path / "a.bin").write_bytes(b"")
     assert of(str(tmp_path / "a"), split="1,0,0") == [(f"`{tmp_path}/a` has 0 documents", "data.path")]
 
 

@@ -90,8 +90,9 @@ def read(prefix: Path) -> Index:
     index = Index(whole[HEADER.size : HEADER.size + 4 * sequences].cast("i"), BYTES[code])
     if index.lengths and min(index.lengths) < 0:
         raise Unreadable(f"`{path}` has a sequence of {min(index.lengths)} tokens")
-    if (there := data.stat().st_size) < index.bytes:
-        raise Unreadable(f"`{data}` is cut off: {there} bytes of {index.bytes}")
+    if (there := data.stat().st_size) != index.bytes:
+        what = "is cut off" if there < index.bytes else f"is longer than `{path.name}` says"
+        raise Unreadable(f"`{data}` {what}: {there} bytes of {index.bytes}")
     places = whole[HEADER.size + 4 * sequences : HEADER.size + 12 * sequences].cast("q")
     ends = map(add, places, map(index.token_bytes.__mul__, index.lengths))  # of millions, so in C
     if sequences and (min(places) < 0 or max(ends) > there):
