@@ -9,6 +9,7 @@ from pathlib import Path
 
 from launch.record.receipt import FILE, SIGNATURE
 from nam_megatron.errors import Problem, Refused
+from nam_megatron.words.regular import kind
 
 PURPOSE = "nam_megatron.receipt"  # ssh-keygen's namespace: a signature for another purpose is none
 SECONDS = 60  # a key on a token may ask for a touch
@@ -42,6 +43,8 @@ def signer(folder: Path, signers: Path) -> str | None:
                 f"no file of allowed signers `{signers}`", key="signers", hint="see ALLOWED SIGNERS in ssh-keygen(1)"
             )
         )
+    if kind(folder / SIGNATURE):  # a pipe, which would be waited for
+        return None
     signature = str(folder / SIGNATURE)
     found = _keygen("find-principals", "-s", signature, "-f", str(signers))
     content = (folder / FILE).read_bytes()

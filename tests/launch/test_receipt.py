@@ -546,6 +546,8 @@ def test_a_signature_proves_what_a_hash_cannot(root, keys, capsys):
     key, signers = keys
     folder = run(root)
     assert listed(root, capsys, signers=str(signers))[0] == 1  # nobody signed it
+    os.mkfifo(folder / receipt.SIGNATURE)
+    assert listed(root, capsys, signers=str(signers))[0] == 1
     signature.sign(folder, str(key))
     code, out = listed(root, capsys, signers=str(signers))
     assert code == 0 and "signed by me@example.org" in out
