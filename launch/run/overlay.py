@@ -1,5 +1,8 @@
 """The environment of the training processes: what the plan demands, what the launcher adds, and what the shell left lying around."""
 
+import contextlib
+import os
+import pwd
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -43,9 +46,21 @@ def overlay(lowering: Lowering, scratch: Path) -> tuple[Env, ...]:
     return tuple(found)
 
 
+def of_nccl(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that NCCL sets in its process where `environ` has them not: src/misc/param.cc of NVIDIA/nccl 2.30."""
+    found: dict[str, str] = {}
+    mine = environ.get("NCCL_CONF_FILE") or f"{pwd.getpwuid(os.getuid()).pw_dir}/.nccl.conf"
+    for path in (mine, "/etc/nccl.conf"):
+        with contextlib.suppress(OSError):
+            for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+                if "=" in line and not line.startswith("#"):
+                    found.setdefault(*line.split("=", 1))
+    return found
+
+
 def child(environ: Mapping[str, str], envs: tuple[Env, ...]) -> dict[str, str]:
-    """`environ` with the overlay over it."""
-    made = {k: v for k, v in environ.items() if k not in {e.name for e in envs}}
+    """`environ`, with what NCCL would add to it, and the overlay over it."""
+    made = {k: v for k, v in {**of_nccl(environ), **environ}.items() if k not in {e.name for e in envs}}
     return made | {e.name: e.value for e in envs if e.value is not None}
 
 
@@ -58,7 +73,7 @@ def findings(environ: Mapping[str, str], envs: tuple[Env, ...], diagnostic: str 
 
     Values of the shell are not quoted: one may be a secret.
     """
-    bad = False
+    bad, environ = False, {**of_nccl(environ), **environ}
     for env in envs:
         if env.name in environ and environ[env.name] != env.value:
             if env.owner != "launch" or env.name == OLD_ALLOC:

@@ -117,6 +117,18 @@ def test_what_only_a_diagnostic_run_may_set(name, value, diagnostic, fine):
     assert passed(environment(context(environ={name: value}, diagnostic=diagnostic))) == fine
 
 
+def test_what_nccls_own_files_set_is_the_environment_too(tmp_path):
+    """It reads them in each process, so what they set would be in no receipt, and would pass what the shell may not have."""
+    file = tmp_path / "nccl.conf"
+    file.write_text("# NCCL_IB_TC=1\nNCCL_ALGO=Ring\nNCCL_ALGO=Tree\nNCCL_P2P_LEVEL=NVL\nalone\n")
+    shell = {"NCCL_CONF_FILE": str(file), "NCCL_P2P_LEVEL": "SYS"}
+    c = context(environ=shell)
+    assert passed(environment(c)) and shell.items() | {("NCCL_ALGO", "Ring")} <= c.child_environ.items()
+    assert not {"NCCL_IB_TC", "alone"} & c.child_environ.keys()
+    file.write_text("NCCL_MNNVL_ENABLE=1\n")
+    assert not passed(environment(context(environ=shell)))
+
+
 NAMES = st.sampled_from(
     [*overlay.CACHES, *(e.name for e in overlay.OURS), overlay.VISIBLE, overlay.MNNVL, overlay.CONNECTIONS, "X"]
 )
