@@ -1,5 +1,6 @@
 """Lint of Megatron's fields in the words of programs around it: verl, SkyRL, NeMo-RL, Primus, Python recipes and scripts."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -619,3 +620,23 @@ def test_rlinf_is_not_areal():
     assert (said.program, said.words) == ("RLinf", ("--tensor-model-parallel-size=4", "--ckpt-format=torch"))
     del tree["runner"]
     assert of_tree(tree, current()).program == "AReaL"
+
+
+@pytest.mark.parametrize(
+    ("unread", "said"),
+    [
+        ("--glu-activation swiglu", "GPT, 2 layers, as far as it is read: --glu-activation may make it another"),
+        ("--multi-head-latent-attention --lf-gate --yarn-x 1 --my-experts 9", "--yarn-x and 1 more may make"),
+        ("--spec mine.specs layers --no-such-thing 3", "--spec may make it another"),
+        ("--spec megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_local_spec --no-such-thing 3", None),
+        ("--log-batch-size-to-tensorboard --DDP-impl local --deepspeed-activation-checkpointing", None),
+    ],
+)
+def test_a_model_that_unread_flags_may_change_has_no_exact_count(unread, said):
+    """bigscience's tr9c has a SwiGLU by a flag of its fork's, and was counted without."""
+    shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 99 --position-embedding-type rope"
+    text = f"deepspeed pretrain_gpt.py {shape} {unread}"
+    found = json.loads(report.as_json(lint(text)))["trains"]
+    rows = found["text"]
+    assert (found["parameters"] is None, rows["parameters"].startswith("?; without those")) == (bool(said),) * 2
+    assert (said in rows["model"]) if said else rows["model"] == "GPT, 2 layers"

@@ -53,7 +53,7 @@ def rows(a: Args, m: Model) -> Iterator[tuple[str, str]]:
 
     if a.elsewhere:
         yield "said", ", ".join(a.written(name) for name in a.given) or "nothing that Megatron has a flag for"
-    yield from row("model", lambda: _model(a, m))
+    yield from row("model", lambda: f"{_model(a, m)}{_otherwise(a)}")
     yield from row("layers", lambda: _layers(m))
     yield from row("MTP", lambda: _mtp(a, m))
     yield from row("parameters", lambda: _parameters(a, m))
@@ -164,7 +164,9 @@ def data(a: Args, m: Model) -> dict[str, object]:
             lambda: [{"number": n, "kind": None if m.hidden_mixers and k == SYMBOLS["M"] else k} for n, k in m.layers]
         ),
         "mtp": known(lambda: {"depths": m.mtp_depths, "kinds": list(m.mtp_layers)}),
-        "parameters": known(lambda: {"total": m.count.total, "active": m.count.active, "by": dict(m.count.by)}),
+        "parameters": None
+        if a.shaping
+        else known(lambda: {"total": m.count.total, "active": m.count.active, "by": dict(m.count.by)}),
         "arguments": {name: _plain(a.value(name)) for name in sorted(a.given)},
         "text": dict(rows(a, m)),
     }
@@ -230,7 +232,13 @@ def _parameters(a: Args, m: Model) -> str:
     elif m.vocabulary_is_the_tokenizers:
         rest = ", if the tokenizer has as many entries as --vocab-size says"
     active = f", {m.count.active:,} active per token" if m.count.active != m.count.total else ""
-    return f"{m.count.total:,}{active}{rest}"
+    return f"{'?; without those flags ' if a.shaping else ''}{m.count.total:,}{active}{rest}"
+
+
+def _otherwise(a: Args) -> str:
+    """Whether what is not read may make it another model than what is."""
+    more = f" and {len(a.shaping) - 3} more" if len(a.shaping) > 3 else ""
+    return f", as far as it is read: {', '.join(a.shaping[:3])}{more} may make it another" if a.shaping else ""
 
 
 def _mlp(a: Args, m: Model) -> str:

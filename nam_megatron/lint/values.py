@@ -40,6 +40,11 @@ PORT = re.compile(
 )
 # DeepSpeed's fork of Megatron, of which the same is true: in a line that is no comment, or in a file's name.
 DEEPSPEED = re.compile(r"--zero[-_]stage\b|deepspeed|(?<![a-z])ds_(pretrain|ssh)", re.IGNORECASE)
+# Words of flags that decide which model it is, in forks that were read.
+SHAPING = re.compile(
+    r"(?<![a-z])(attention|latent|mla|kv|gqa|mlp|(sw|ge)?glu|rms|(rms)?norm|rope|yarn|alibi|moe|experts?|dense|shared|gate|dims?|heads?"
+    r"|multiple|intermediate|mixer|conv(2d)?|retro)(?![a-z])"
+)
 # What a template's engine, or a person, puts a value in for.
 TEMPLATE = re.compile(r"\{\{?\s*[\w.\[\]'\"|() -]+\}?\}|<[A-Za-z][\w .-]*>|%\(?\w+\)?[s%]|@\w+@")
 
@@ -302,6 +307,16 @@ class Args:
     def _of_deepspeed(self) -> bool:
         lines = (line for line in self.launch.text.splitlines() if not line.lstrip().startswith("#"))
         return any(map(DEEPSPEED.search, (self.launch.name, *lines)))
+
+    @cached_property
+    def shaping(self) -> list[str]:
+        """Flags of others that may decide which model it is, by the words of their names: no more is known of them."""
+        layers = (
+            ["--spec"]
+            if self.foreign and not str([*(self.spec or ()), "megatron.core"][0]).startswith("megatron.core")
+            else []
+        )
+        return layers + [f for f in dict.fromkeys(self.foreign) if f not in REMOVED and SHAPING.search(f)]
 
     @property
     def forked(self) -> bool:
