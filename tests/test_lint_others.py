@@ -640,3 +640,15 @@ def test_a_model_that_unread_flags_may_change_has_no_exact_count(unread, said):
     rows = found["text"]
     assert (found["parameters"] is None, rows["parameters"].startswith("?; without those")) == (bool(said),) * 2
     assert (said in rows["model"]) if said else rows["model"] == "GPT, 2 layers"
+
+
+@pytest.mark.parametrize(("split", "read"), [("args.split", False), ("'99,1,0'", True)])
+def test_a_program_of_megatrons_is_no_recipe_of_bridges(split, read):
+    """It hands on what its parser read: which words these are is said by the command that starts it."""
+    body = f"GPTDatasetConfig(random_seed=args.seed, split={split}, tokenizer=tokenizer, reset_position_ids=args.reset)"
+    text = f"def from_args(args):\n    tokenizer = get_tokenizer()\n    return {body}\n"
+    if read:
+        assert "--split=99,1,0" in lint(text, "train.py").launch.words
+        return
+    with pytest.raises(Refused, match=r"there is no Megatron flag in `train\.py`"):
+        lint(text, "train.py")

@@ -65,7 +65,10 @@ def _said(tree: ast.Module, target: Target) -> Said | None:
         else:
             found.names = dict(constants) | dict(_defaults(function))
             found.body(function.body, None)
-        recipes.append((flags(found.fields, target), found, function))
+        # One that hands on what a parser read is of a program of Megatron's, whose words are on the command that starts it.
+        values = [value for *_, value in found.fields]
+        if not all(map(_open, values)) or not any("args." in value for value in values):
+            recipes.append((flags(found.fields, target), found, function))
     best = max(recipes, key=lambda one: len(one[0][0]), default=None)
     if best and best[0][0]:
         (words, without), found, function = best
