@@ -682,6 +682,7 @@ SPELLS = {
     "model.mtp_num_layers": (2, "--mtp-num-layers 2"), "model.fp8_param": (True, "--fp8-param-gather"),
     "model.fp8": ("e4m3", "--fp8-format e4m3"), "model.moe_hybridep_num_sms": (7, ""), "model.moe_deepep_num_sms": (7, ""),
     "model.gated_linear_unit": (True, ""), "model.recompute_modules": (["mlp"], "--recompute-modules mlp"),
+    "model.cpu_offloading_num_layers": (2, "--cpu-offloading-num-layers 2"),
     "model.cuda_graph_modules": ([{"_args_": ["moe_router"]}], "--cuda-graph-modules moe_router"),
     "ddp.grad_reduce_in_fp32": (True, "--accumulate-allreduce-grads-in-fp32"),
     "ddp.average_in_collective": (True, "--ddp-average-in-collective"), "ddp.bucket_size": (7, "--ddp-bucket-size 7"),
@@ -723,6 +724,7 @@ BACKEND = ("model.moe_flex_dispatcher_backend", "deepep")
         ((BACKEND, ("model.moe_deepep_num_sms", 7)), "--moe-flex-dispatcher-num-sms 7"),
         ((BACKEND, ("model.moe_hybridep_num_sms", 7)), ""),
         ((("model.recompute_granularity", None), ("model.recompute_modules", ["core_attn"])), ""),
+        ((("model.cpu_offloading", False), ("model.cpu_offloading_num_layers", 2)), ""),
     ],
 )
 def test_what_bridge_writes_in_use_or_not_counts_where_it_is(fields, becomes):

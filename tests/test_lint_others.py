@@ -385,6 +385,17 @@ def test_a_config_of_the_first_nemos_is_its_own():
     assert lint(NEMO.replace("exp_manager: {}\n", ""), "m.yaml").launch.program is None
 
 
+OFFLOADED = "cpu_offloading: false, cpu_offloading_num_layers: 95, pipeline_model_parallel_size: 4"
+
+
+@pytest.mark.parametrize(
+    "text", [f"trainer: {{}}\nexp_manager: {{}}\nmodel: {{{OFFLOADED}}}", f"actor_rollout_ref: {{actor: {{megatron: {{{OFFLOADED}}}}}}}"]
+)  # fmt: skip
+def test_layers_to_offload_are_none_where_offloading_is_off(text):
+    on, off = ({f.id for f in lint(said, "m.yaml").findings} for said in (text.replace("g: false", "g: true"), text))
+    assert "cpu-offloading" in on - off
+
+
 def test_why_a_value_is_open_says_no_untrue_word_of_what_is_computed():
     found = lint(SCRIPT, "run.py")
     assert "worked out by the program where it runs, and open here: --hidden-size $(args.width)" in report.text(found)

@@ -211,6 +211,9 @@ SPELLED: Mapping[str, Rule] = {
     "model.recompute_modules": lambda value, model: [("recompute_modules", value)]
     if model.get("recompute_granularity", True)
     else [],
+    "model.cpu_offloading_num_layers": lambda value, model: [("cpu_offloading_num_layers", value)]
+    if model.get("cpu_offloading", True)
+    else [],
     "model.cuda_graph_modules": lambda value, _: [("cuda_graph_modules", [_word(v) for v in value or ()])],
     "ddp.grad_reduce_in_fp32": _as("accumulate_allreduce_grads_in_fp32"),
     "ddp.average_in_collective": _as("ddp_average_in_collective"),

@@ -27,6 +27,7 @@ CONFIG = {
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
     "freeze_moe_router": None,
 }
+OFFLOADING = {"cpu_offloading_num_layers": "cpu_offloading"}  # the number alone offloads nothing
 BRIDGE = "Megatron-Bridge"
 BESIDE = {"enabled", "env_vars"}
 # A word behind a command: `a.b.c=value`, with Hydra's `+` and `++` in front.
@@ -50,7 +51,7 @@ class Program:
     gpus: tuple[tuple[str, str], ...] = ()
     apart: str | None = None
     model: tuple[str, ...] = ()
-    needs: Mapping[str, str] = field(default_factory=dict)
+    needs: Mapping[str, str] = field(default_factory=lambda: OFFLOADING)
     marks: tuple[str, ...] = ()
     own: tuple[str, ...] = ()
 
