@@ -1740,6 +1740,7 @@ MIXTRAL = " ".join(words(MOE | {"--moe-router-topk": None, "--untie-embeddings-a
         ("given-twice", "s.sh", f"torchrun pretrain_gpt.py {DESCRIBED} --eval-iters 4 --eval-iters 8", ("--eval-iters", "--train-iters")),
         ("given-twice-runs", "s.sh", f"torchrun p.py {DESCRIBED} --eval-iters 4 --eval-iters 8", ("--eval-iters", "--save-interval")),
         ("idle-flag", "w.sh", f"torchrun t.py {DESCRIBED} --wandb-exp-name ''", ("''", "x")),
+        ("idle-flag", "w.sh", f"torchrun t.py {DESCRIBED} --wgrad-deferral-limit 50", ("wgrad-deferral-limit 50", "wandb-entity x")),
         ("idle-flag", "b.sh", f"torchrun t.py {DESCRIBED} --bf16 --initial-loss-scale 4096", ("--bf16", "--loss-scale 8")),
         ("unknown-variable", "l.sh", f"SOME_ARGS=\npython t.py {DESCRIBED} --kv-channels $MY_SOME_ARGS", ("$MY_SOME", "$SO_ME")),
         ("idle-flag", "c.yaml", "model: {_target_: a.P, num_layers: 2}\noptimizer: {muon_momentum: 0.5}\n", ()),
@@ -1772,6 +1773,8 @@ MIXTRAL = " ".join(words(MOE | {"--moe-router-topk": None, "--untie-embeddings-a
         ("offload-resume", "rl.sh", f"python train.py {OF_ANOTHER} --optimizer-cpu-offload --load x", ("train.py", f"t.py {DESCRIBED}")),
         ("given-twice", "e.sh", f"python evaluate.py {DESCRIBED} --num-layers -1", ("evaluate", "t")),
         ("rampup-ignored", "d.sh", f"python pretrain_g.py {DESCRIBED} --rampup-batch-size 8 8 9 --zero-stage 1", ("--zero-stage 1", "")),
+        ("restart-anew", "e.sh", f"python its_eval_harness.py {DESCRIBED} --save x --load x --no-load-optim", ("eval", "train_eval")),
+        ("restart-anew", "e.sh", f"python its_eval.py {DESCRIBED} --save x --load x --no-load-optim", ("its_eval", "retrieval")),
         ("bad-value", "f.sh", f"torchrun pretrain_gpt.py {DESCRIBED} --normalization rmsnorm --data-impl mmap", ("--data-impl mmap", "")),
         ("connections-leftover", "a.sh", "export HSA_ENABLE_SDMA=0 CUDA_DEVICE_MAX_CONNECTIONS=1\n"
          f"torchrun t.py {DESCRIBED} --overlap-grad-reduce", ("HSA_ENABLE_SDMA", "X")),
@@ -1787,6 +1790,8 @@ MIXTRAL = " ".join(words(MOE | {"--moe-router-topk": None, "--untie-embeddings-a
         ("bad-value", "q.yaml", "A:\n  --num-layers: 2\n  --lr: 1\n  --moe-layer-freq: \"'([0]+[1])'\"", ("--", "")),
         ("connections-leftover", "p.sh", "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
          f"python $CODE {DESCRIBED} --overlap-grad-reduce", ("$CODE", "t.py")),
+        ("connections-leftover", "o.sh", "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
+         f"torchrun --nproc-per-node 1 t.py {DESCRIBED} --overlap-grad-reduce", ("node 1", "node 2")),
         ("window-size", "v.json", '{"vision": {"hidden_size": 8, "window_size": 112}}', ()),
         ("default-positions", "x.sh", f"torchrun t.py {DESCRIBED} --num-experts 8", ("--num-experts 8", "--num-experts 8 --swiglu")),
         ("default-bias", "neox.sh", f"torchrun t.py {DESCRIBED} --swiglu", ("--swiglu", "--swiglu --normalization RMSNorm")),

@@ -173,7 +173,7 @@ RULES = (
         "CUDA_DEVICE_MAX_CONNECTIONS",
         lambda a, m: ((m.tp == 1 and m.cp == 1) or m.blackwell)
         and not m.fsdp
-        and not (AMD.search(a.launch.text) or a.launch.partial)
+        and not (AMD.search(a.launch.text) or a.launch.partial or a.launch.gpus == 1)
         and _connections(a, m) == "1"
         and (a.overlap_grad_reduce or a.overlap_param_gather or a.overlap_moe_expert_parallel_comm),
         "nothing demands 1 here, and it serialises the overlap of communication",

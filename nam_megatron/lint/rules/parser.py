@@ -61,7 +61,8 @@ ABSENCES = re.compile(
 
 # Programs that take Megatron's flags and do not train.
 NO_TRAINING = re.compile(
-    r"forward_|convert|hf2|2mcore|mcore2|inference|generat|evaluat|server|export|preprocess|quantize|ptq|prune|index|(^|/)(tasks|tools)/"
+    r"forward_|convert|hf2|2mcore|mcore2|inference|generat|evaluat|server|export|preprocess|quantize|ptq|prune|index|(^|/)(tasks|tools)/|"
+    r"(^|/)(?![^/]*train)([^/]*[^a-z/])?eval[^/]*$"
 )
 
 
