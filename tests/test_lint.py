@@ -1743,6 +1743,8 @@ MIXTRAL = " ".join(words(MOE | {"--moe-router-topk": None, "--untie-embeddings-a
         ("idle-flag", "w.sh", f"torchrun t.py {DESCRIBED} --wgrad-deferral-limit 50", ("wgrad-deferral-limit 50", "wandb-entity x")),
         ("idle-flag", "b.sh", f"torchrun t.py {DESCRIBED} --bf16 --initial-loss-scale 4096", ("--bf16", "--loss-scale 8")),
         ("unknown-variable", "l.sh", f"SOME_ARGS=\npython t.py {DESCRIBED} --kv-channels $MY_SOME_ARGS", ("$MY_SOME", "$SO_ME")),
+        ("idle-flag", "train.yaml", "system: {save_interval: 5, logging: {wandb_project: x}, checkpoint: {load: y, save: null}}\n"
+         "model: {num_layers: 2, lr: 1}\ndata: {split: 1}", ("data", "dataset")),
         ("idle-flag", "c.yaml", "model: {_target_: a.P, num_layers: 2}\noptimizer: {muon_momentum: 0.5}\n", ()),
         ("stray-word", "d.py", f'"""Run\n\n    torchrun --nproc-per-node=1 x.py a.txt\n"""\nrun("{DESCRIBED}")\n', ()),
         ("bad-value", "p.sh", f"torchrun pretrain_gpt.py {DESCRIBED} --tp-2d --recompute-method chunk", ("--tp-2d", "")),
@@ -1771,10 +1773,10 @@ MIXTRAL = " ".join(words(MOE | {"--moe-router-topk": None, "--untie-embeddings-a
         ("unknown-flag", "f.sh", f"torchrun pretrain_gpt.py {DESCRIBED} --no-bias --data-impl a --its-b --its-c", (" --its-b --its-c", "")),
         ("bad-value", "f.sh", f"torchrun pretrain_gpt.py {DESCRIBED} --normalization rmsnorm --its-a --its-b --its-c", ("--its-c", "")),
         ("offload-resume", "rl.sh", f"python train.py {OF_ANOTHER} --optimizer-cpu-offload --load x", ("train.py", f"t.py {DESCRIBED}")),
-        ("given-twice", "e.sh", f"python evaluate.py {DESCRIBED} --num-layers -1", ("evaluate", "t")),
-        ("rampup-ignored", "d.sh", f"python pretrain_g.py {DESCRIBED} --rampup-batch-size 8 8 9 --zero-stage 1", ("--zero-stage 1", "")),
         ("restart-anew", "e.sh", f"python its_eval_harness.py {DESCRIBED} --save x --load x --no-load-optim", ("eval", "train_eval")),
         ("restart-anew", "e.sh", f"python its_eval.py {DESCRIBED} --save x --load x --no-load-optim", ("its_eval", "retrieval")),
+        ("given-twice", "e.sh", f"python evaluate.py {DESCRIBED} --num-layers -1", ("evaluate", "t")),
+        ("rampup-ignored", "d.sh", f"python pretrain_g.py {DESCRIBED} --rampup-batch-size 8 8 9 --zero-stage 1", ("--zero-stage 1", "")),
         ("bad-value", "f.sh", f"torchrun pretrain_gpt.py {DESCRIBED} --normalization rmsnorm --data-impl mmap", ("--data-impl mmap", "")),
         ("connections-leftover", "a.sh", "export HSA_ENABLE_SDMA=0 CUDA_DEVICE_MAX_CONNECTIONS=1\n"
          f"torchrun t.py {DESCRIBED} --overlap-grad-reduce", ("HSA_ENABLE_SDMA", "X")),
@@ -1788,10 +1790,10 @@ MIXTRAL = " ".join(words(MOE | {"--moe-router-topk": None, "--untie-embeddings-a
         ("companion-later", "d.sh", f"python pretrain_gpt.py {DESCRIBED} --split 9,1 --train-data-path a --zero-stage 1",
          ("--zero-stage 1", "")),
         ("bad-value", "q.yaml", "A:\n  --num-layers: 2\n  --lr: 1\n  --moe-layer-freq: \"'([0]+[1])'\"", ("--", "")),
-        ("connections-leftover", "p.sh", "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
-         f"python $CODE {DESCRIBED} --overlap-grad-reduce", ("$CODE", "t.py")),
         ("connections-leftover", "o.sh", "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
          f"torchrun --nproc-per-node 1 t.py {DESCRIBED} --overlap-grad-reduce", ("node 1", "node 2")),
+        ("connections-leftover", "p.sh", "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
+         f"python $CODE {DESCRIBED} --overlap-grad-reduce", ("$CODE", "t.py")),
         ("window-size", "v.json", '{"vision": {"hidden_size": 8, "window_size": 112}}', ()),
         ("default-positions", "x.sh", f"torchrun t.py {DESCRIBED} --num-experts 8", ("--num-experts 8", "--num-experts 8 --swiglu")),
         ("default-bias", "neox.sh", f"torchrun t.py {DESCRIBED} --swiglu", ("--swiglu", "--swiglu --normalization RMSNorm")),
@@ -1819,6 +1821,13 @@ def test_what_nobody_who_starts_it_could_mend_is_no_finding(rule, name, text, lo
 def test_a_table_of_names_starts_nothing():
     with pytest.raises(Refused, match="says `num_layers`, `hidden_size` and `rotary_base` by names"):
         lint("map: {num_layers: num_hidden_layers, hidden_size: n_embd, rotary_base: rope_theta}", "cfg.yaml")
+
+
+def test_a_text_for_people_starts_nothing():
+    text = "recompute_num_layers: Of full recompute, the layers of each\nrecompute_method: Either uniform, for all of them, or block"
+    with pytest.raises(Refused, match="tells of `recompute_num_layers` and `recompute_method` in sentences"):
+        lint(text, "card.yaml")
+    assert "bad-value" in ids(lint(text.replace("Either uniform, for all of them, or block", "uniform"), "card.yaml"))
 
 
 def test_a_launch_where_defaults_do_not_lead_is_told_from_none():

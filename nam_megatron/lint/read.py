@@ -44,6 +44,7 @@ BASES = {
     "inherits",
     "inherit_from",
 }  # of a YAML: other files, no flags
+FLAGSCALE = {"save": "checkpoints", "load": "checkpoints", "tensorboard_dir": "tensorboard"}  # filled by its runner
 NODES = re.compile("node|world_size|gpu|nproc", re.IGNORECASE)  # variables that say how many GPUs there are
 ENVIRONMENT = re.compile(r"env(ironment)?(_?va?rs?)?", re.IGNORECASE)
 # The first line of a YAML or JSON: `key:`, `- item`, `---`, an opening bracket that is no test of a shell's.
@@ -408,8 +409,15 @@ def _yaml(text: str, target: Target, name: str) -> Launch:
             words = [_holes(node.value) for node in argv.value[:MOST] if isinstance(node, yaml.ScalarNode)]
         else:
             entries = _one_launch(list(_entries(root, env, bases)), target, notes)
+            if {"system", "model", "data"} <= keys.keys():
+                given = {name for _, name, node in entries if not _null(node)}
+                folders = {n: yaml.ScalarNode("", f"${{experiment.exp_dir}}/{f}") for n, f in FLAGSCALE.items()}
+                entries += [((), name, node) for name, node in folders.items() if name not in given]
     if len(mapped := [n for _, n, node in entries if _names_one(n, node, target)]) > 2:
         what = f"`{name}` says {quoted(mapped[:3])} by names, as a table of another program's fields does: nothing is started with it"
+        raise Refused(Problem(what, hint=FORMS))
+    if len(prose := [n for _, n, node in entries if _tells(n, node, target)]) > 1:
+        what = f"`{name}` tells of {quoted(prose)} in sentences, as a text for people does: nothing is started with it"
         raise Refused(Problem(what, hint=FORMS))
     dashed = any(name.startswith("--") for _, name, _ in entries)
     if swept := [name for _, name, node in entries if _swept(name, node, target)]:
@@ -444,6 +452,13 @@ def _names_one(name: str, node: yaml.Node, target: Target) -> bool:
     flag = target.by_dest.get(name.lstrip("-").replace("-", "_"))
     field_ = r"[a-z]\w*_\w+"
     return bool(flag and flag.type in ("int", "float")) and bool(re.fullmatch(field_, str(node.value)))
+
+
+def _tells(name: str, node: yaml.Node, target: Target) -> bool:
+    """Whether a sentence stands where a flag takes a number or one of a few words."""
+    flag = target.by_dest.get(name.lstrip("-").replace("-", "_"))
+    sentence = re.match(r"[A-Za-z]+(?:[,:;]? [a-z]+){3}", str(node.value))
+    return bool(flag and (flag.choices or flag.type in ("int", "float")) and sentence)
 
 
 def _defaults(unset: Mapping[str, str | None]) -> list[str]:
