@@ -304,7 +304,7 @@ def test_uneven_pipeline_stages(first, last, pipeline, fits, oracle):
     ids=str,
 )
 def test_broken_layer_frequency_silences_nothing_else(change, says):
-    found = launch(MOE, change | {"--hidden-dropout": None})
+    found = launch(MOE | CASES["default-dropout"][0], change | {"--hidden-dropout": None})
     assert {"layer-frequency", "default-dropout"} <= set(ids(found)) and found.exit_code == 1
     (finding,) = [f for f in found.findings if f.id == "layer-frequency"]
     assert says in finding.detail
@@ -637,7 +637,7 @@ def test_flags_that_may_stand_in_an_open_word_are_not_absent(more):
         "--num-query-groups": "4",
         "--lr": None,
     }
-    base = MOE | lacking
+    base = MOE | CASES["default-dropout"][0] | lacking
     line = " ".join(words(base))
     assert {"default-dropout", "default-balancing", "gqa-ignored", "missing-flag"} <= set(
         ids(lint(f"torchrun t.py {line}"))
