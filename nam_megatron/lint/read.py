@@ -190,7 +190,8 @@ def _no_config(text: str, name: str) -> Problem | None:
 
 def _no_launch(launch: Launch, name: str) -> Problem:
     if launch.kind == "shell" and (there := len(_in_text(launch.text, launch.target))):
-        what = f"no command that `{name}` runs as it stands has a Megatron flag; {there} stand where its own defaults do not lead"
+        where = "stand where its own defaults do not lead, or where a program makes the command"
+        what = f"no command that `{name}` runs as it stands has a Megatron flag; {there} {where}"
         return Problem(what, hint="set in the text what its conditions ask for, or give the command alone")
     return Problem(f"there is no Megatron flag in `{name}`", hint=FORMS)
 
