@@ -49,13 +49,20 @@ def overlay(lowering: Lowering, scratch: Path) -> tuple[Env, ...]:
 def of_nccl(environ: Mapping[str, str]) -> dict[str, str]:
     """Variables that NCCL sets in its process where `environ` has them not: src/misc/param.cc of NVIDIA/nccl 2.30."""
     found: dict[str, str] = {}
-    mine = environ.get("NCCL_CONF_FILE") or f"{pwd.getpwuid(os.getuid()).pw_dir}/.nccl.conf"
+    mine = environ.get("NCCL_CONF_FILE") or _home() + "/.nccl.conf"
     for path in (mine, "/etc/nccl.conf"):
         with contextlib.suppress(OSError):
             for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
                 if "=" in line and not line.startswith("#"):
                     found.setdefault(*line.split("=", 1))
     return found
+
+
+def _home() -> str:
+    """Of this user, whatever HOME says; a container's may be nobody."""
+    with contextlib.suppress(KeyError):
+        return pwd.getpwuid(os.getuid()).pw_dir
+    return ""
 
 
 def child(environ: Mapping[str, str], envs: tuple[Env, ...]) -> dict[str, str]:

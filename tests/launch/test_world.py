@@ -1,6 +1,7 @@
 """What a launch takes from the world around it: the environment, git, Slurm; and what it tells it: commands and job files."""
 
 import os
+import pwd
 import re
 import shlex
 import stat
@@ -117,7 +118,7 @@ def test_what_only_a_diagnostic_run_may_set(name, value, diagnostic, fine):
     assert passed(environment(context(environ={name: value}, diagnostic=diagnostic))) == fine
 
 
-def test_what_nccls_own_files_set_is_the_environment_too(tmp_path):
+def test_what_nccls_own_files_set_is_the_environment_too(tmp_path, monkeypatch):
     """It reads them in each process, so what they set would be in no receipt, and would pass what the shell may not have."""
     file = tmp_path / "nccl.conf"
     file.write_text("# NCCL_IB_TC=1\nNCCL_ALGO=Ring\nNCCL_ALGO=Tree\nNCCL_P2P_LEVEL=NVL\nalone\n")
@@ -127,6 +128,8 @@ def test_what_nccls_own_files_set_is_the_environment_too(tmp_path):
     assert not {"NCCL_IB_TC", "alone"} & c.child_environ.keys()
     file.write_text("NCCL_MNNVL_ENABLE=1\n")
     assert not passed(environment(context(environ=shell)))
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # a container's user
+    assert passed(environment(context(environ={})))
 
 
 NAMES = st.sampled_from(
