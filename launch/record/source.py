@@ -88,9 +88,8 @@ def difference(checkout: Path, where: list[str]) -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         own = Path(folder, "index")
         if (theirs := checkout / index.strip()).exists():
-            shutil.copy2(
-                theirs, own
-            )  # with its time, by which git knows what may have changed since in the same moment
+            # With its time, by which git knows what may have changed since in the same moment.
+            shutil.copy2(theirs, own)
         Path(folder, "objects").mkdir()
         env = {
             "GIT_INDEX_FILE": str(own),

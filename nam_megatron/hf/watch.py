@@ -73,9 +73,8 @@ def _scored(result: Path, made: dict[str, Any], dataset: Path) -> bool:
     if not result.exists():
         return False
     said = folder.load_json(result)
-    whole = (
-        type(said.get("step")) is int
-    )  # as written here; a result of `hf perplexity` may be of a few windows, or another split
+    # As written here: a result of `hf perplexity` may be of a few windows, or another split.
+    whole = type(said.get("step")) is int
     return whole and (said.get("weights"), said.get("dataset")) == (made["weights"], manifest.read(dataset).key)
 
 

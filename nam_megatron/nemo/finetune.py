@@ -189,10 +189,10 @@ def forget(recipe: Recipe) -> None:
         path = Path(folder) / SAMPLES
         index = path.with_name(f"{SAMPLES}.idx.npy")
         try:
-            same = numpy.array_equal(numpy.load(index), build_index_from_memdata(str(path), ord("\n")))
+            its_own = numpy.array_equal(numpy.load(index), build_index_from_memdata(str(path), ord("\n")))
         except (OSError, ValueError, EOFError):
-            same = False
-        if not same:
+            its_own = False
+        if not its_own:
             index.unlink(missing_ok=True)
 
 
