@@ -136,7 +136,9 @@ JOBS = {
     ),
     "prove_streams": Job(1, 5, PROVE % ("streams", "nam52_h200_dense_ref_v1") + f' --with "cluster=h200_1 +overlay=fused {WHOLE}"', gib=22),
     "prove_shared": Job(2, 5, RESUMED % ("shared", "nam56r_fused") + ' --with "cluster=h200_2 +overlay=cp"'),
-    "prove_shared_native": Job(2, 4, RESUMED % ("shared_native", "nam56r_native_dp") + ' --with "cluster=h200_2 +overlay=cp"'),
+    "prove_shared_native": Job(
+        2, 4, RESUMED % ("shared_native", "nam56r_native_dp") + ' --with "cluster=h200_2 +overlay=cp"', gib=20
+    ),
     **{
         f"prove_two_{name}": Job(
             2, 6, RESUMED % (f"two_{name}", "nam56r_native_dp_fused") + f' --with "cluster=h200_2 {words} {WHOLE}"', gib=20
@@ -284,7 +286,10 @@ JOBS = {
         1, 5, "benchmarks/nemo.py --out {out}/resumed.json --logs {out}/resumed --data {data} smoke_resumed author13_resumed", "data",
         gib=60,
     ),
-    "continued": Job(1, 6, "benchmarks/continued.py {scratch}/continued --json {out}/continued.json", gib=90),
+    **{
+        f"continued_{name}": Job(1, 8, f"benchmarks/continued.py {{scratch}}/{name} --json {{out}}/continued_{name}.json {name}", gib=90)
+        for name in ("llama_3_1_8b", "nemotron_3_nano_30b_a3b", "qwen3_30b_a3b")
+    },
     "loops": Job(
         1, 6, "benchmarks/nemo.py --out {out}/loops.json --logs {out}/loops --data {data} author13_loops native13_loops", "data", gib=60
     ),
