@@ -653,6 +653,13 @@ def test_a_model_that_unread_flags_may_change_has_no_exact_count(unread, said):
     assert (said in rows["model"]) if said else rows["model"] == "GPT, 2 layers"
 
 
+def test_json_of_a_program_with_flags_of_its_own():
+    """What such a program leaves unsaid is not known, --spec too; JSON ended in a traceback."""
+    words = "--load x --tensor_model_parallel_size 2 --micro_batch_size 1 --my_experts 3 --lora_rank 8"
+    for spec in ("", " --spec $SPEC"):
+        assert json.loads(report.as_json(lint(f"megatron sft {words}{spec}")))["trains"]["parameters"] is None
+
+
 @pytest.mark.parametrize(("split", "read"), [("args.split", False), ("'99,1,0'", True)])
 def test_a_program_of_megatrons_is_no_recipe_of_bridges(split, read):
     """It hands on what its parser read: which words these are is said by the command that starts it."""

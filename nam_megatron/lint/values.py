@@ -311,8 +311,8 @@ class Args:
     @cached_property
     def shaping(self) -> list[str]:
         """Flags of others that may decide which model it is, by the words of their names: no more is known of them."""
-        module = str(self.spec[0]) if self.foreign and self.spec else "megatron.core"
-        layers = [] if module.startswith("megatron.core") else ["--spec"]
+        spec = self.value("spec") if self.foreign and self.said("spec") else ["megatron.core"]
+        layers = [] if isinstance(spec, list) and spec[0].startswith("megatron.core") else ["--spec"]
         return layers + [f for f in dict.fromkeys(self.foreign) if f not in REMOVED and SHAPING.search(f)]
 
     @property
