@@ -24,15 +24,16 @@ from nam_megatron.budget import __main__ as budget_command
 from nam_megatron.budget import budget, container, ends, parameters, search, static
 from nam_megatron.budget.__main__ import terminal
 from nam_megatron.budget.cost import cost, megatrons_gaps
-from nam_megatron.budget.memory import _Moving, in_flight
+from nam_megatron.budget.memory import Moment, StageBudget, _Moving, in_flight
 from nam_megatron.budget.picture import HUES
 from nam_megatron.budget.serving import serve
+from nam_megatron.budget.text import PHASES
 from nam_megatron.compile.lower import translate
 from nam_megatron.errors import Refused
 from nam_megatron.lint import __main__ as lint_command
 from nam_megatron.lint import recipe
 from nam_megatron.recipe import load
-from nam_megatron.words.sizes import BUCKETS, GIB, PARAMETERS, Group, Held, Param, Sizes, Stage, _code
+from nam_megatron.words.sizes import BUCKETS, GIB, PARAMETERS, Group, Held, Line, Param, Sizes, Stage, _code
 
 ROOT = Path(__file__).parents[1]
 MEASURED = [
@@ -153,10 +154,10 @@ def test_bucket_does_not_care(case):
     )
 
 
-def test_dense_layers_need_no_routing_scratch_under_any_tensor_size():
+def test_dense_layers_route_nothing_and_gather_nothing_without_sequence_parallelism():
     for size in (1, 2, 4):
         found = bill("nam56r_native_dp", "model.letters.E=mlp", f"parallel.tensor={size}")
-        assert not of(found, "routing scratch")
+        assert not of(found, "routing scratch") and not of(found, "communication", owners=("parallel",))
 
 
 def test_the_fused_activation_keeps_the_unweighed_one_no_more():
@@ -354,8 +355,9 @@ def test_each_module_that_yarn_turns_has_tables_of_its_own(words, tables):
     assert [lines["YaRN tables"] for lines in found] == [4 * 4096 * 64 * n for n in tables]
 
 
-def test_last_stage_has_the_embedding_again_under_mtp():
-    plan = plan_of("nam56r", "lane=native_dp", "parallel.pipeline=2", "cluster=h200_8")
+@pytest.mark.parametrize("words", [("nam56r", "lane=native_dp"), (*NATIVE, "model.tied_embeddings=true")])
+def test_last_stage_has_the_embedding_again_under_mtp_or_tied_to_it(words):
+    plan = plan_of(*words, "parallel.pipeline=2", "cluster=h200_8")
     table = plan.recipe.model.vocab_size * plan.recipe.model.hidden_size
     assert sum(s.parameters for s in budget(plan).stages) == parameters(plan)[0] + table
 
@@ -438,6 +440,25 @@ def test_full_recompute_keeps_one_input_a_layer():
     # The first event is the loss: 52 inputs, what the final norm keeps and the RoPE table.
     tokens = 4 * 4096
     assert of(found, "activations", owners=("recompute",)) == {("activations", "recompute"): 52 * 2 * tokens * 3584}
+
+
+def test_a_group_that_is_recomputed_holds_all_of_its_layers_up_to_the_one_at_work():
+    whole, grouped = (
+        _Moving(plan, Sizes.of(plan.site), static.stages(plan)[0], graphs=False).chunks[0][1:5]
+        for plan in (plan_of(*NATIVE), plan_of(*NATIVE, *FULL[:2], "feature.recompute.layers=4"))
+    )
+    kept = [sum(line.bytes for line in part.kept) for part in whole]
+    held = {}
+    for name, lines in grouped[0].events:  # behind the layers' own what one of them needs besides, and the gradient
+        held.setdefault(int(name.split()[1]), set()).add(sum(line.bytes for line in lines[:-2]))
+    assert held == {n: {sum(kept[:n])} for n in range(1, 5)}
+
+
+@pytest.mark.parametrize("phase", ["build", "first_step", "warm_up", "steady"])
+def test_the_worst_moment_of_a_stage_is_the_largest_whatever_its_phase(phase):
+    moments = {name: Moment(name, (Line("x", 1 + (name == phase), "1", "why"),)) for name in PHASES}
+    found = StageBudget(Stage(0, 1, ()), 0, moments)
+    assert found.worst is moments[phase] and found.peak_allocated == 2
 
 
 def test_full_recompute_keeps_the_top_k_of_our_dsa():
@@ -948,6 +969,14 @@ def test_fit_is_the_first_value_with_headroom_where_more_needs_less():
         "conf=nam56r_fused", "cluster=h200_1", *words, "fit=cluster.nodes", module="nam_megatron.budget.__main__"
     )
     assert (done.code, done.out.split(":")[0]) == (0, f"cluster.nodes={nodes.best.value}")
+
+
+@pytest.mark.parametrize(("word", "shrinks"), [("parallel.expert=8", True), ("model.blocks.moe.top_k=16", False)])
+def test_half_a_value_tells_what_more_needs_where_twice_is_refused(word, shrinks):
+    key, _, value = word.partition("=")
+    recipe = load("nam56r_native_dp", ("cluster=h200_8", word))
+    assert search.attempt(recipe, key, 2 * int(value)).budget is None
+    assert search.shrinks(recipe, key) == shrinks
 
 
 def test_fit_of_a_key_that_takes_no_memory_has_no_limit():

@@ -217,6 +217,13 @@ def test_the_row_to_look_at_first():
     layers = [row(FORTH, 1e-7, 1), row(FORTH, 1e-3, 4), row(FORTH, 1e-2, 5), row(FORTH, 1e-8, 0, name="embedding")]
     assert compare.first_off([*forward, *layers]) == layers[1]
     assert compare.first_off([row(GRADIENT, 1e-7, 3)]) is None
+    ends = [
+        row(GRADIENT, off, name=name)
+        for off, name in ((0.5, "embedding.w"), (0.1, "decoder.final_norm.w"), (1e-3, "output_layer.w"))
+    ]
+    for deepest in (2, 1):
+        assert compare.first_off([*backward, *ends[: deepest + 1]]) == ends[deepest]
+    assert compare.first_off([*backward, ends[0]]) == backward[1]
 
 
 @cache
@@ -353,14 +360,14 @@ def test_a_step_that_begins_with_one_ranks_bits_has_the_first_ones_limits(resume
     key, module = "decoder.layers.1.mlp.router.weight", "decoder.layers.1"
     bench = proof.Bench(load("nam56r", ("cluster=h200_1",)), steps=2)
     bench.folder = tmp_path
-    for at in ("weight-0", "gradient-2"):
+    for at in ("weight-0", "gradient-2", "weight-2"):
         torch.save({key: torch.ones(8)}, tmp_path / f"{at}.pt")
-    said = [("output", 2, module, 25.0), ("gradient", 2, key, ((0, 8),), 0.0, 1.0, 8)]
+    said = [("output", 2, module, 25.0), *((what, 2, key, ((0, 8),), 0.0, 1.0, 8) for what in ("gradient", "weight"))]
     monkeypatch.setattr(bench, "_run", lambda *_: "")
     monkeypatch.setattr(bench, "_said", lambda *_: [said])
     found = bench._compared("", bench._side("x", resume=resume), [2]).rows
     assert (found[0].what == compare.START) == zero
-    assert [(r.what, r.limit) for r in found[zero:]] == [(FORTH, limit), (GRADIENT, limit)]
+    assert [(r.what, r.limit) for r in found[zero:]] == [(FORTH, limit), (GRADIENT, limit), (WEIGHT, 1e-5)]
 
 
 # The command -----------------------------------------------------------------------------------------------------------------------
@@ -527,6 +534,9 @@ def test_what_noise_alone_may_do_is_not_counted_as_proven():
     assert blunt.agrees and found.word == proof.PROVEN
     assert found.unproven[-1].startswith("1 gradients of step 2: rounding alone")
     assert not replace(blunt, off=inf).agrees, "what is no number differs"
+    for title, unproven in ((proof.START, True), (proof.AGAIN, True), (proof.RESUMED, False)):
+        told = replace(found, parts=(replace(part, title=title),)).unproven
+        assert ("a resume in another layout: not run" in told) == unproven
 
 
 def test_gathering_leaves_the_hooks_of_narrow_weights_alone():
@@ -614,6 +624,34 @@ def test_what_rounding_does_to_one_rank_too_is_no_difference():
     assert compare.may_be_rounding([near, row(LOSS, 0.0)]) and not compare.may_be_rounding([row(LOSS, 0.0)])
     for other in (row(GRADIENT, 1.1e-4), row(COUNT, 0.01), row(compare.START, 1.1e-5)):
         assert not compare.may_be_rounding([near, other])
+
+
+def test_one_rank_is_shaken_once_and_only_where_no_limit_knows_its_noise(monkeypatch):
+    """On a GPU each comparison has its own noise already; a part that broke has nothing to be judged."""
+    bench, shaken = proof.Bench(load("nam56r", ("cluster=h200_1",))), []
+    noise = proof.Part("shaken", (row(GRADIENT, 4e-6, name="a"),))
+    monkeypatch.setattr(bench, "_shaken", lambda: shaken.append(1) or noise)
+    near = proof.Part("x", (row(GRADIENT, 1.5e-5, name="a"),))
+    for part in (near, near, replace(near, rows=(row(GRADIENT, 0.0),)), replace(near, broken="it broke")):
+        assert (bench.judged(part).first is None) == (not part.broken)
+    assert len(shaken) == 1
+    bench.device, bench._noise = "cuda", None
+    assert bench.judged(near) is near and len(shaken) == 1
+
+
+def test_a_run_that_says_nothing_is_not_equal_to_another(monkeypatch):
+    bench = proof.Bench(load("nam56r", ("cluster=h200_1",)))
+    bench.folder = Path("folder")
+    said = [[(what, step, "w") for what in ("gradient", "weight") for step in (1, 2)]]
+    monkeypatch.setattr(bench, "_run", lambda *_: "")
+    for silent, broken in (
+        ("layout", [True, True]),
+        ("twice", [True, False]),
+        ("again", [False, True]),
+        ("", [False] * 2),
+    ):
+        monkeypatch.setattr(bench, "_said", lambda name, _, silent=silent: [[]] if name == silent else said)
+        assert [part.broken.startswith("rank 0 said no gradient of step") for part in bench.equal()] == broken
 
 
 def test_an_output_that_was_let_go_of_comes_back_into_every_view():
