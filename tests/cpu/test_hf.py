@@ -1317,6 +1317,15 @@ def test_perplexity_is_that_of_the_windows(spoken, words_of, tmp_path, capsys, m
         spoilt.lm_head.weight.fill_(torch.nan)
         patched.setattr(perplexity, "open_model", lambda *_: spoilt)
         perplexity.perplexity(path, tmp_path / "set", "valid", 3, 1, torch.float32, "cpu")
+    small = SimpleNamespace(config=SimpleNamespace(vocab_size=260))
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(Refused, match="has 261 entries, and the model's vocabulary 260"),
+    ):
+        patched.setattr(perplexity, "open_model", lambda *_: small)
+        perplexity.perplexity(path, tmp_path / "set", "valid", 3, 1, torch.float32, "cpu")
+    with pytest.raises(Refused, match="has 261 entries, and the model's vocabulary 260"):
+        perplexity.held_out(tmp_path / "set", 260, 2, 16)
     assert found[0]["checkpoint"] == found[1]["checkpoint"] == checksums.whole(spoken[0] / "iter_0000003")
 
     # A dataset of another tokenizer of equal size; an export says its own, and these weights were trained without one.

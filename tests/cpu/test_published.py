@@ -552,6 +552,39 @@ def test_packed_integers_are_what_compressed_tensors_makes_of_them(made, tmp_pat
     assert tensors(out) == tensors(tmp_path / "expected")
 
 
+def test_each_word_of_packed_integers_decides_by_itself_whether_they_are_read():
+    """Not read: scales of other shapes, zero points, columns in another order, types made while it runs, zeros that are left out."""
+
+    def told(*groups, **more):
+        tree = {"format": "pack-quantized", "config_groups": {str(n): {"weights": of} for n, of in enumerate(groups)}}
+        return quantized._packed(tree | more)
+
+    plain = {"num_bits": 4, "strategy": "group", "group_size": 32}
+    read = [
+        ({}, (4, 32)),
+        ({"num_bits": 8}, (8, 32)),
+        ({"strategy": None}, (4, 32)),
+        ({"strategy": None, "group_size": None}, (4, 0)),
+    ]
+    read += [({"strategy": "channel", "group_size": size}, (4, 0)) for size in (None, -1, 32)]
+    read += [({"actorder": order}, (4, 32)) for order in (None, False, "static", "weight")]
+    other = [
+        {"num_bits": 5},
+        {"strategy": "tensor"},
+        {"group_size": None},
+        {"group_size": -1},
+        {"group_size": "32"},
+        {"type": "float"},
+    ]
+    other += [{"symmetric": False}, {"actorder": "group"}, {"dynamic": True}]
+    for more, found in (*read, *((more, None) for more in other)):
+        assert told(plain | more) == found, more
+    assert told(plain, dict(plain)) == (4, 32) and told(plain, plain | {"num_bits": 8}) is None and told() is None
+    for more, found in (({"format": "dense"}, (4, 32)), ({"format": "sparse-24-bitmask"}, None), ({}, (4, 32))):
+        assert told(plain, sparsity_config=more) == found
+    assert told(plain, format="marlin-24") is None
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_rows_that_fill_no_word_are_read_whole(bits):
     for columns in range(1, 12):
@@ -776,6 +809,23 @@ def test_adapters_do_not_go_into_weights_of_another_model_than_the_plan_beside_t
             native.export(checkpoint, tmp_path / "out", None, silent)
     finally:
         beside.write_text(before)
+    lora = {"feature__lora": LORA, "schedule__pretrained": str(made("llama_3")[2])}
+    other = published.lowering(made("llama_3")[0], model__rotary_base=9, **lora)
+    (checkpoint / "plan.json").write_text(plan_json(other))  # of the adapters themselves
+    with pytest.raises(Refused, match=r"adapters/release` is of another model.*`model\.rotary_base`"):
+        native.export(checkpoint, tmp_path / "out", None, silent)
+
+
+def test_adapters_do_not_go_into_damaged_weights(made, tmp_path):
+    checkpoint, _ = adapters(tmp_path / "adapters", made)
+    shard = next((made("llama_3")[2] / "release").glob("*.distcp"))
+    whole = shard.read_bytes()
+    try:
+        shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(Refused, match=r"release` is damaged"):
+            native.export(checkpoint, tmp_path / "out", None, silent)
+    finally:
+        shard.write_bytes(whole)
 
 
 def test_a_published_model_goes_on_for_twenty_steps_and_back(made, tmp_path):

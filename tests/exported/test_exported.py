@@ -18,10 +18,13 @@ from pathlib import Path
 
 import drawn
 import pytest
+import torch
 from hf_configs import CONFIGS
 
 from nam_megatron.hf import __main__ as command
 from nam_megatron.hf import export, folder
+from nam_megatron.hf.model import modeling_nam
+from nam_megatron.hf.opened import open_model
 from nam_megatron.lint import huggingface
 
 HERE = Path(__file__).parent
@@ -76,6 +79,26 @@ def test_a_published_config_is_the_same_model_as_that_version_writes_it(version,
         found, _ = huggingface.words(json.loads((tmp_path / name / "config.json").read_text()), name)
         filled = [] if "initializer_range" in keys else ["--init-method-std", str(0.02)]
         assert [word for word in found if word not in filled] == huggingface.words(keys, name)[0], name
+
+
+@pytest.mark.parametrize("name", drawn.MODELS)
+@torch.inference_mode()
+def test_parts_of_a_sequence_compute_what_the_whole_does(exports, name, monkeypatch):
+    """Chunks of the scans and blocks of queries, of which no short sequence has two; beside padding, and behind a cache."""
+    model, tokens = open_model(exports / name, torch.float32), torch.arange(1, 81).view(2, 40)
+    mask = (torch.arange(40) >= torch.tensor([[0], [9]])).long()
+
+    def found():
+        model(tokens[:, :26], past_key_values=(cache := modeling_nam.NamCache()))
+        behind = model(tokens[:, 26:], past_key_values=cache).logits
+        return model(tokens).logits, behind, model(tokens, attention_mask=mask).logits * mask[..., None]
+
+    whole = found()
+    torch.testing.assert_close(whole[1], whole[0][:, 26:], rtol=0, atol=1e-5 * whole[0].abs().max().item())
+    monkeypatch.setattr(modeling_nam, "CHUNK", 6)
+    monkeypatch.setattr(modeling_nam, "QUERIES", 7)
+    for part, one in zip(found(), whole, strict=True):
+        torch.testing.assert_close(part, one, rtol=0, atol=1e-5 * one.abs().max().item())
 
 
 def test_what_pyproject_allows_is_what_is_tested():

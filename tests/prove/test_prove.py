@@ -25,6 +25,7 @@ from command import _child, unbuilt, warm
 from managers import ends, fails, gone, waits, with_managers
 from presets import ALL, PUBLIC, lowered
 
+from nam_megatron.budget import parameters
 from nam_megatron.errors import Refused
 from nam_megatron.prove import compare, cpu, cut, every, proof, ranks, worker
 from nam_megatron.prove.__main__ import as_json, text
@@ -100,6 +101,20 @@ def test_each_rank_has_two_tokens_of_either_half_that_it_is_given():
     words = ("parallel.tensor=4", "parallel.sequence=true", "parallel.context=4", "cluster=h200_2x8")
     cuts = cut.widths(lowered("qwen3_8b", *words).plan)
     assert cuts["model.seq_length"] >= 2 * (2 * 4) * 4
+
+
+@pytest.mark.parametrize("words", ["block feature.recompute.layers=13", "uniform feature.recompute.layers=4"])
+def test_what_is_recomputed_at_once_is_cut_with_the_stage(words):
+    full = f"feature.recompute.granularity=full feature.recompute.method={words}".split()
+    found = cut.pair(load("nam56r_native_dp", ("cluster=h200_8", "parallel.pipeline=4", *full)), "cpu", 1).layout.plan
+    assert found.recipe.feature.recompute.layers == max(found.stage_lengths) == min(found.stage_lengths) == 3
+
+
+def test_gradients_of_a_proof_on_a_cpu_lie_in_many_buckets():
+    """Or what is done to one of them, or at its border, would be done to all."""
+    pair = cut.pair(load("nam56r_native_dp"), "cpu", 1)
+    said = worker.words(worker.Side(pair.layout, Path("folder"), "cpu"))
+    assert parameters(pair.layout.plan)[0] > 20 * int(said[said.index("--ddp-bucket-size") + 1])
 
 
 def test_a_window_is_cut_with_the_sequence():
@@ -469,6 +484,18 @@ def test_limits_by_which_nothing_was_compared_are_not_told():
     found = proof.Proof(cut.pair(load("nam56r"), "cuda", 1), "cuda", 1, FP32, (part,))
     assert "limits:" not in text(found) and json.loads(as_json(found))["limits"] is None
     assert "limits:" in text(replace(found, parts=(replace(part, rows=(row(GRADIENT, 0.0),)),)))
+
+
+def test_of_each_kind_and_step_the_worst_that_agrees_is_told_beside_what_differs():
+    rounded = replace(row(GRADIENT, 1.5e-5, name="c"), limit=2e-5, note="by what rounding makes of it")
+    broken = replace(row(GRADIENT, inf, name="d"), note="the ranks do not hold all of it")
+    rows = [row(GRADIENT, off, name=name) for off, name in ((1e-7, "a"), (3e-6, "b"), (2e-7, "e"))]
+    rows += [rounded, broken, row(WEIGHT, 2e-6), row(WEIGHT, 1e-6, step=2), row(WEIGHT, 3e-6, step=2), row(LOSS, 0.0)]
+    found = proof.Proof(cut.pair(load("nam56r"), "cpu", 1), "cpu", 2, FP32, (proof.Part(proof.START, tuple(rows)),))
+    (part,) = json.loads(as_json(found))["parts"]
+    told = {what: [(x["step"], x["what"], x["off"]) for x in part[what]] for what in ("worst", "rounding", "differ")}
+    assert told["worst"] == [(1, LOSS, 0.0), (1, GRADIENT, 1.5e-5), (1, WEIGHT, 2e-6), (2, WEIGHT, 3e-6)]
+    assert (told["rounding"], told["differ"]) == ([(1, GRADIENT, 1.5e-5)], [(1, GRADIENT, None)])
 
 
 def test_nothing_is_proven_of_what_is_not_built():
@@ -1035,9 +1062,11 @@ def test_every_pair_has_an_outcome_and_no_run_is_made_twice(monkeypatch, tmp_pat
     assert any("cuda_graphs" in sentence for sentence in rows[1]["unproven"])
     assert "8 " not in capsys.readouterr().out.splitlines()[-1]
     monkeypatch.setattr(sys, "argv", ["", "--presets", "nam56r", "--overlays", "none"])
-    for part in (proof.Part(proof.START, (), "it broke"), proof.Part(proof.START, (row(LOSS, 1.0),))):
+    differs = proof.Part(proof.START, (row(GRADIENT, 0.25), row(WEIGHT, 0.5)))
+    for part in (proof.Part(proof.START, (), "it broke"), differs):
         monkeypatch.setattr(Ran, "begin", lambda self, part=part: part)
         assert every.command() == 1, "what does not run is no better than what differs"
+    assert "gradients 2.5e-01, weights 5.0e-01" in capsys.readouterr().out
 
 
 def test_presets_can_be_cut():
