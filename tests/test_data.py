@@ -224,8 +224,10 @@ def contents(out: Path) -> dict[str, bytes]:
 
 def test_the_number_of_processes_does_not_change_the_result(tmp_path, bpe, monkeypatch):
     monkeypatch.setattr(sources, "PIECE", 2000)
-    digits = jsonl(tmp_path / "digits.jsonl", list("0123456789"))  # no token of more than one letter
-    inputs = [sources.source(path, "text", ()) for path in (digits, jsonl(tmp_path / "a.jsonl"))]
+    first, last = (
+        jsonl(tmp_path / f"{text}.jsonl", list(text)) for text in ("0123456789", "abcdefghij")
+    )  # no token of two letters
+    inputs = [sources.source(path, "text", ()) for path in (first, jsonl(tmp_path / "a.jsonl"), last)]
     for workers in (1, 2):
         build.build(tmp_path / str(workers), inputs, build.Options(bpe, 0.2, "refuse", workers))
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
@@ -414,6 +416,20 @@ def test_what_a_killed_build_read_of_another_content_is_read_again(tmp_path, bpe
     monkeypatch.setattr(build, "_merge", merge)
     build.build(tmp_path / "killed", inputs, options)
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+def test_a_file_that_somebody_has_written_to_has_another_stamp(tmp_path):
+    """Also one of the same size that was given its old time again; whoever reads it changes nothing."""
+    path = jsonl(tmp_path / "a.jsonl")
+    source, text, times = sources.source(path, "text", ()), path.read_text(), path.stat()
+    stamps = [sources.stamps(source)]
+    path.read_bytes()
+    assert sources.stamps(source) == stamps[0]
+    for other in (text.replace("vector", "string"), text + " "):
+        path.write_text(other)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        assert sources.stamps(source) not in stamps
+        stamps.append(sources.stamps(source))
 
 
 def test_a_pipe_is_refused_where_a_file_is_read(tmp_path, bpe, capsys):

@@ -101,6 +101,21 @@ def test_parts_of_a_sequence_compute_what_the_whole_does(exports, name, monkeypa
         torch.testing.assert_close(part, one, rtol=0, atol=1e-5 * one.abs().max().item())
 
 
+def test_a_position_that_is_not_learned_is_refused_behind_a_cache_too(exports):
+    model, cache = open_model(exports / "learned"), modeling_nam.NamCache()
+    model(torch.ones(1, 63, dtype=torch.long), past_key_values=cache)
+    model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+    with pytest.raises(ValueError, match="learned_positions: 65 tokens, and 64 positions are learned"):
+        model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+
+
+def test_a_tensor_of_another_shape_is_not_drawn_anew_whatever_is_asked_of_transformers(exports):
+    config = export.config_of(exports / "learned")
+    config.vocab_size += 1
+    with pytest.raises(ValueError, match=r"mismatched keys: .*lm_head"):
+        modeling_nam.NamForCausalLM.from_pretrained(exports / "learned", config=config, ignore_mismatched_sizes=True)
+
+
 def test_what_pyproject_allows_is_what_is_tested():
     """Each requirement of ours says both bounds, and each bound is a version that the checks inside run with."""
     tree = tomllib.loads((HERE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))

@@ -100,6 +100,7 @@ def test_a_model_of_a_config_alone_has_every_weight(name, dtype):
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(p.isfinite().all() for p in model.parameters())
+    assert all((m.weight + m.offset == 1).all() for m in model.modules() if hasattr(m, "offset")), "norms scale nothing"
     out = model(random(2, 9), labels=random(2, 9))
     assert out.loss.isfinite() and abs(out.loss.item() - 4.56) < 0.5  # log 96: it knows nothing
     out.loss.backward()
