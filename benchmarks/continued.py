@@ -83,7 +83,7 @@ def theirs(folder: Path, device: str) -> torch.Tensor:
 
 def ours(plan: Path, checkpoint: Path, out: Path) -> None:
     """Megatron's, in a process of its own, which says where it is if it takes too long."""
-    faulthandler.dump_traceback_later(120, exit=True)
+    faulthandler.dump_traceback_later(400, exit=True)
     lowering = check.one_device(load_plan(plan), plain=True)
     check.rank_zero(lowering)
     with contextlib.redirect_stdout(sys.stderr):

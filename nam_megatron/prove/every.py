@@ -110,7 +110,7 @@ def _said(row: Row) -> str:
 def run_of(lowering: Lowering) -> Any:
     """What decides a run: Megatron's arguments, and of the recipe what goes by no argument."""
     plan = lowering.plan
-    said = plan.recipe.model_dump_json(include={"model", "precision", "execution"})
+    said = plan.recipe.model_dump_json(include={"model", "precision", "execution", "feature"})
     return argv.words(lowering), plan.recipe.world_size, plan.layers, said
 
 

@@ -339,11 +339,14 @@ def test_a_file_that_cannot_be_written_is_said_before_anything_runs(tmp_path, mo
         every.command()
 
 
-@pytest.mark.parametrize("words", [("execution.mamba3.keep_states=true",), ("cluster.gpus_per_node=1",)])
-def test_another_execution_or_number_of_ranks_is_another_run(words):
+@pytest.mark.parametrize(
+    "words", ["execution.mamba3.keep_states=true", "cluster.gpus_per_node=1", "feature.fp8.keep_inputs=true"]
+)
+def test_what_goes_by_no_argument_makes_another_run(words):
     """It was reported as proven with an earlier one."""
-    recipe = ("cluster=h200_2", "parallel.tensor=1", "precision.deterministic=false")
-    assert every.run_of(lowered("nam56r", *recipe)) != every.run_of(lowered("nam56r", *recipe, *words))
+    fp8 = ("feature.fp8.recipe=tensorwise", "feature.fp8.bf16_parts=[experts,latents,m2rnn]")
+    recipe = ("cluster=h200_2", "parallel.tensor=1", "precision.deterministic=false", *fp8)
+    assert every.run_of(lowered("nam56r", *recipe)) != every.run_of(lowered("nam56r", *recipe, words))
 
 
 def test_outputs_losses_and_counts_of_all_ranks_are_put_together():
