@@ -24,7 +24,7 @@ from nam_megatron.budget import __main__ as budget_command
 from nam_megatron.budget import budget, container, ends, parameters, search, static
 from nam_megatron.budget.__main__ import terminal
 from nam_megatron.budget.cost import cost, megatrons_gaps
-from nam_megatron.budget.memory import Moment, StageBudget, _Moving, in_flight
+from nam_megatron.budget.memory import Budget, Moment, StageBudget, _Moving, in_flight
 from nam_megatron.budget.picture import HUES
 from nam_megatron.budget.serving import serve
 from nam_megatron.budget.text import PHASES
@@ -459,6 +459,8 @@ def test_the_worst_moment_of_a_stage_is_the_largest_whatever_its_phase(phase):
     moments = {name: Moment(name, (Line("x", 1 + (name == phase), "1", "why"),)) for name in PHASES}
     found = StageBudget(Stage(0, 1, ()), 0, moments)
     assert found.worst is moments[phase] and found.peak_allocated == 2
+    moments = {name: Moment(name, (Line("x", 1, "1", "why"),)) for name in PHASES}
+    assert Budget(None, 0, 0, (StageBudget(Stage(0, 2, ()), 0, moments), found)).worst is found
 
 
 def test_full_recompute_keeps_the_top_k_of_our_dsa():

@@ -199,6 +199,9 @@ def test_links_and_relative_paths_are_the_trainers(tmp_path):
     words = ("data=indexed", "data.path=b", "data.tokenizer=t")
     assert refused(*words, root=tmp_path) == []
     assert refused(*words)[0][0] == "`b.idx` is not there"
+    (tmp_path / "t").mkdir()
+    os.mkfifo(pipe := tmp_path / "t" / "tokenizer.json")
+    assert refused(*words, root=tmp_path) == [(f"`{pipe}` is a pipe, and no file", "data.tokenizer")]
 
 
 def test_shares_are_cut_where_megatron_cuts_them():

@@ -1117,8 +1117,9 @@ def test_sockets_below_a_folder_of_a_long_name(tmp_path, short):
     assert short or "AF_UNIX path too long" in ran.stderr
 
 
-def test_a_rank_without_a_folder_for_its_sockets_refuses(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(train.tempfile, "tempdir", str(tmp_path / ("x" * 90)))
+@pytest.mark.parametrize("long", ["x" * 90, "é" * 40])  # of bytes, not of characters
+def test_a_rank_without_a_folder_for_its_sockets_refuses(monkeypatch, tmp_path, capsys, long):
+    monkeypatch.setattr(train.tempfile, "tempdir", long)
     monkeypatch.setattr(train, "SHORT", (str(tmp_path / "none"),))
     monkeypatch.setitem(multiprocessing.process.current_process()._config, "tempdir", None)
     assert train.recorded("megatron", [str(tmp_path / "plan.json")], lambda: 0) == REFUSED

@@ -109,6 +109,15 @@ def test_a_position_that_is_not_learned_is_refused_behind_a_cache_too(exports):
         model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
 
 
+def test_a_step_goes_to_another_device_with_all_that_it_holds():
+    """As accelerate moves it between layers of several devices; what layers have chosen is shared by all of them."""
+    step = modeling_nam.Step(None, 0, *torch.ones(3, 1, 2), {})
+    moved = step.to("meta", non_blocking=True)
+    assert moved.indices is step.indices
+    assert [x.device.type for x in vars(moved).values() if torch.is_tensor(x)] == ["meta"] * 3
+    assert modeling_nam.Step(None, 0, torch.ones(1, 2), None, None, {}).to("meta").seen is None
+
+
 def test_a_tensor_of_another_shape_is_not_drawn_anew_whatever_is_asked_of_transformers(exports):
     config = export.config_of(exports / "learned")
     config.vocab_size += 1

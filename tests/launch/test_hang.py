@@ -80,11 +80,17 @@ def test_ranks_that_do_not_meet(ranks, tmp_path):
     assert hang.triage({}, 2, {}, {}, 1).text.startswith("no rank has come")
 
 
-def test_autotuning_is_told_by_the_processor_time(ranks, tmp_path):
-    first = {"step": 102, "micro": 1, "nth": 2}  # of a run that goes on from a checkpoint
-    ranks(SPIN, SLEEP, with_={0: first, 1: first})
-    said = found(tmp_path, 2)
-    assert said.kind == "compile" and said.ranks == (0,)
+@pytest.mark.parametrize(
+    ("nth", "kind", "ranks"),
+    [((2, 2), "compile", (0,)), ((2, 3), "stopped", (0,)), ((3, 2), "stopped", (1,)), ((3, 3), "waiting", (0, 1))],
+)
+def test_autotuning_is_told_by_the_processor_time_of_first_steps(nth, kind, ranks):
+    """Of a run that goes on from a checkpoint. One that waits in a later step spins as much as one that tunes."""
+    here = os.uname().nodename
+    known = {rank: hang.Beat(rank, here, rank + 1, "step", 100 + n, n, None, 0.0, n) for rank, n in enumerate(nth)}
+    before, after = {1: hang.Look("R", 7.0), 2: hang.Look("S", 3.0)}, {1: hang.Look("R", 9.0), 2: hang.Look("S", 3.5)}
+    said = hang.triage(known, 2, before, after, 5.0)
+    assert (said.kind, said.ranks) == (kind, ranks)
 
 
 def test_a_compiler_is_named(ranks, tmp_path):

@@ -350,6 +350,8 @@ def test_answers_alone_are_learned_from_pretrained_weights_and_resumed(pretraine
     )
     assert unfit(*goes_on) == ["what stands there is not what the run began with"], "of which it says nothing"
     finetune.sign(translate(load("nam56r_smoke", (*SMALL, *goes_on))).plan.recipe)
+    others = (*goes_on, f"schedule.pretrained={pretrained / 'megatron'}")  # a step of the same name
+    assert unfit(*others) == ["what stands there is not what the run began with"]
     (pretrained / "training.jsonl").write_text("".join(json.dumps(s) + "\n" for s in SAMPLES[::-1]))
     assert unfit(*goes_on) == ["what stands there is not what the run began with"]
 
