@@ -27,7 +27,7 @@ from nam_megatron.budget.cost import cost, megatrons_gaps
 from nam_megatron.budget.memory import Budget, Moment, StageBudget, _Moving, in_flight
 from nam_megatron.budget.picture import HUES
 from nam_megatron.budget.serving import serve
-from nam_megatron.budget.text import PHASES
+from nam_megatron.budget.text import PHASES, against
 from nam_megatron.compile.lower import translate
 from nam_megatron.errors import Refused
 from nam_megatron.lint import __main__ as lint_command
@@ -1041,6 +1041,15 @@ def test_json_has_every_line():
 def test_against_names_the_bucket_that_grows():
     done = run("conf=nam56r_native_dp", "against='nam56r_native_dp schedule.micro_batch_size=2'")
     assert done.code == 0 and done.out.endswith("activations grows most: +16.76 GiB\n")
+    few, half = "schedule.micro_batch_size=1", "precision.grad_reduce=bf16"
+    whole, other = (budget(plan_of(*NATIVE, word)) for word in (few, half))
+    assert "gradients grows most: +" in against(whole, other), "though activations shrink by more"
+    assert against(budget(plan_of(*NATIVE, few, half)), whole).endswith("no bucket grows\n")
+
+
+def test_both_ends_of_a_sweep_are_tried():
+    found = [list(search.values(f"depth:{words}")[1]) for words in ("5:5", "4:6", "1:9:4", "1:8:4")]
+    assert found == [[5], [4, 5, 6], [1, 5, 9], [1, 5]]
 
 
 def test_fit_and_sweep():

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -167,3 +168,9 @@ def test_weights_that_a_plan_has_not_are_named_and_nothing_of_the_optimizers():
     names = [f"{part}.a.weight" for part in ("embedding", "decoder", "mtp", "output_layer")]
     step.tensors = dict.fromkeys([*names, "optimizer.state.exp_avg.decoder.a.weight"])
     assert sorted(step.strangers({names[1]})) == sorted({*names} - {names[1]})
+
+
+def test_a_file_is_filled_to_its_last_byte_and_a_tensor_never_cut():
+    files = folder.shards([SimpleNamespace(nbytes=n) for n in (4, 6, 10, 11, 3, 7, 1)], 10)
+    assert [[tensor.nbytes for tensor in group] for _, group in files] == [[4, 6], [10], [11], [3, 7], [1]]
+    assert [name for name, _ in files] == [f"model-{n:05d}-of-00005.safetensors" for n in range(1, 6)]

@@ -28,7 +28,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.ssm.gated_delta_net.common import _GDNBase
 from megatron.core.transformer.moe import moe_utils
 from torch.distributed.checkpoint import filesystem, metadata
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, eager_attention_forward
 
 from nam_megatron import generate, train
 from nam_megatron.compile.argv import load_plan, plan_json, words
@@ -39,7 +39,17 @@ from nam_megatron.generate import Options, decode
 from nam_megatron.hf import __main__ as command
 from nam_megatron.hf import check, describe, distributed, export, folder, perplexity, watch
 from nam_megatron.hf.model.configuration_nam import NamConfig
-from nam_megatron.hf.model.modeling_nam import Gdn, NamCache, NamForCausalLM, Norm, Router, activate
+from nam_megatron.hf.model.modeling_nam import (
+    Experts,
+    Gdn,
+    NamCache,
+    NamForCausalLM,
+    Norm,
+    Router,
+    Step,
+    activate,
+    attend,
+)
 from nam_megatron.hf.opened import open_model
 from nam_megatron.prove import cut
 from nam_megatron.recipe import from_tree, load, to_tree
@@ -468,6 +478,36 @@ def test_quick_geglu_is_gpt_oss():
     pairs = torch.cartesian_prod(*2 * [torch.tensor([-4.0, -0.2, 0.2, 4.0])])  # of a gate and a value
     theirs = GptOssExperts._apply_gate(SimpleNamespace(alpha=1.702, limit=0.5), pairs.flatten())
     torch.testing.assert_close(activate(pairs.T.flatten(), c), theirs)
+
+
+@pytest.mark.parametrize("window", [0, 3])
+def test_sinks_are_gpt_oss(window):
+    """Beside a window and without one, in groups of heads."""
+    torch.manual_seed(2)
+    q, k, v, sinks = torch.randn(2, 7, 6, 5), torch.randn(2, 7, 3, 5), torch.randn(2, 7, 3, 5), torch.randn(6)
+    step = Step(None, 0, torch.arange(7).expand(2, 7), None, None, {})
+    back = torch.arange(7)[:, None] - torch.arange(7)
+    hidden = torch.zeros(7, 7).masked_fill((back < 0) | (back >= (window or 7)), -torch.inf)
+    module = SimpleNamespace(sinks=sinks, num_key_value_groups=2, training=False)
+    theirs, _ = eager_attention_forward(module, *(x.transpose(1, 2) for x in (q, k, v)), hidden[None, None], 0.3, 0.0)
+    torch.testing.assert_close(attend(q, k, v, step, 0.3, window, sinks), theirs.flatten(2))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_experts_are_weighed_with_their_biases(bias):
+    torch.manual_seed(2)
+    moe = {"experts": 4, "expert_hidden_size": 5, "latent_size": 0}
+    experts = Experts(SimpleNamespace(moe=moe, hidden_size=6, activation="gelu", linear_bias=bias))
+    for p in experts.parameters():
+        torch.nn.init.normal_(p)
+    x, shares, chosen = torch.randn(9, 6), torch.rand(9, 2), torch.stack([torch.randperm(4)[:2] for _ in range(9)])
+
+    def one(expert, x):
+        up, down = (b[expert] if bias else 0 for b in (experts.up_bias, experts.down_bias))
+        return experts.down[expert] @ torch.nn.functional.gelu(experts.up[expert] @ x + up) + down
+
+    wanted = [sum(s * one(e, x[t]) for e, s in zip(chosen[t], shares[t], strict=True)) for t in range(9)]
+    torch.testing.assert_close(experts(x, chosen, shares), torch.stack(wanted), rtol=1e-5, atol=1e-5)
 
 
 @torch.inference_mode()

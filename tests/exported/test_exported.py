@@ -204,7 +204,7 @@ def test_refresh_of_what_transformers_saved(exports, tmp_path, capsys):
     assert export.config_of(tmp_path / "hf").to_dict() == export.config_of(exports / "author").to_dict()
 
 
-@pytest.mark.parametrize("what", ["weights", "config", "model", "nothing"])
+@pytest.mark.parametrize("what", ["weights", "config", "another value", "model", "nothing"])
 def test_refresh_refuses_what_is_no_whole_export(older, capsys, what):
     if what == "weights":
         shard = next(older.glob("*.safetensors"))
@@ -213,6 +213,9 @@ def test_refresh_refuses_what_is_no_whole_export(older, capsys, what):
         tree = json.loads((older / folder.CONFIG).read_text())
         (older / folder.CONFIG).write_text(json.dumps(tree | {"rotary_scale": 2}))
         folder.write_manifest(older, {})
+    elif what == "another value":  # which the present code reads, and nobody signed
+        tree = json.loads((older / folder.CONFIG).read_text())
+        (older / folder.CONFIG).write_text(json.dumps(tree | {"norm_epsilon": 0.5}))
     elif what == "model":
         (older / folder.MANIFEST).unlink()
         (older / folder.CONFIG).write_text('{"model_type": "llama"}')

@@ -312,6 +312,12 @@ def test_what_is_missing_or_no_number_differs(said, note):
     assert note in [r.note for r in bad]
 
 
+@pytest.mark.parametrize(("square", "off"), [(0.0, 0), (1e-20, inf)])
+def test_nothing_agrees_with_zeros_but_zeros(square, off):
+    key = "decoder.layers.1.mlp.router.weight"
+    assert compared([("gradient", 1, key, ((0, 8),), square, 0.0, 8)])[key].off == off
+
+
 def test_what_was_never_compared_is_not_proven():
     found = [row(LOSS, 0.0), row(GRADIENT, 0.0), row(WEIGHT, 0.0), row(LOSS, 0.0, step=2), row(GRADIENT, 0.0, step=2)]
     nothing = ", ".join(f"no {what} of step 1" for what in (LOSS, GRADIENT, WEIGHT))
@@ -368,6 +374,10 @@ def test_outputs_losses_and_counts_of_all_ranks_are_put_together():
     assert (
         compared(layout[0], names=NONE, reference=reference)["router"].off == 3 / 8
     )  # no rank counted those of the other
+    for said in ((4.0, 3.0), (3.0, 4.0)):  # of ranks that have the same microbatch
+        ranks = ([("loss", 1, 0, [10.0, tokens])] for tokens in said)
+        found = compared(*ranks, names=NONE, reference=reference)["microbatch 1"]
+        assert (found.off, found.note) == (inf, "over [3.0, 4.0] tokens, not 4")
 
 
 @pytest.mark.parametrize(
