@@ -146,6 +146,11 @@ def test_what_arguments_cannot_say_is_listed(base, change, says):
         (DEEPSEEK_V3, {"norm_topk_prob": False}, "norm_topk_prob"),
         (
             DEEPSEEK_V3,
+            {"rope_scaling": DEEPSEEK_V3["rope_scaling"] | {"mscale": 0}},  # which is none for transformers
+            "`rope_scaling.mscale_all_dim` without the other",
+        ),
+        (
+            DEEPSEEK_V3,
             {"rope_scaling": DEEPSEEK_V3["rope_scaling"] | {"attention_factor": 2.0}},
             "attention_factor: 2.0",
         ),
@@ -305,6 +310,13 @@ def test_a_key_that_transformers_would_give_a_value_of_its_own_is_asked_for(name
     [
         ("llama_3_1_8b", {"rope_theta": 10000.5}, "`rope_theta: 10000.5` cannot be said"),
         ("deepseek_v3_yarn", {"rope_interleave": False}, "`rope_interleave: False`"),
+        (
+            "deepseek_v3_yarn",
+            {"rope_interleave": None},
+            "`rope_interleave: null`",
+        ),  # transformers asks whether it is true
+        ("deepseek_v3_yarn", {"norm_topk_prob": None}, "`norm_topk_prob: null`"),
+        ("qwen3_8b", {"is_causal": None}, "`is_causal: null`"),
         (
             "deepseek_v3_yarn",
             {"mlp_layer_types": ["dense", "sparse"]},

@@ -131,9 +131,11 @@ class Said:
             self.only(key, None, False, 0, 0.0, [])
 
     def only(self, key: str, *usual: Any, lack: str = MEGATRON) -> None:
-        """A key whose values are these, or which is not there. Raises Refused: another."""
-        if (value := self.get(key)) is not None and value not in usual:
-            self.refuse(key, f"`{key}: {value}` in `{self.name}`", lack)
+        """A key whose values are these, or which is not there; a flag that is null is off. Raises Refused: another."""
+        value = self.get(key)
+        off = value is None and key in self.root and HOLD.get(key) is FLAG and True in usual
+        if off or (value is not None and value not in usual):
+            self.refuse(key, f"`{key}: {'null' if off else value}` in `{self.name}`", lack)
 
     def refuse(self, key: str, what: str, lack: str = MEGATRON) -> NoReturn:
         raise Refused(Problem(f"{what} cannot be said", key=key, hint=lack))
@@ -857,7 +859,7 @@ def _deepseek(s: Said) -> Words:
     yield from base
     if kind == "yarn":
         yield from ("--rope-type", "yarn", *_yarn(s, scaling))
-        if len(said := [key for key in ("mscale", "mscale_all_dim") if scaling.get(key) is not None]) == 1:
+        if len(said := [key for key in ("mscale", "mscale_all_dim") if scaling.get(key)]) == 1:  # 0 is none
             what = f"`rope_scaling.{said[0]}` without the other of `mscale` and `mscale_all_dim`"
             s.refuse("rope_scaling", what, "transformers' class weighs otherwise than Megatron then: say both")
         yield from (
