@@ -186,8 +186,9 @@ DENT = re.compile(rf"{BEFORE}([ \t+-]*)")
 IN_URL = re.compile(r"(?<=://)[^/\s@:]{0,200}:\S{0,400}@|(?<=://)[^/\s@]{1,200}@")
 # Variables that are recorded: those that the software that trains reads, and no others.
 RECORDED = re.compile(
-    r"^(?:(?:NCCL|TORCH|TORCHINDUCTOR|TORCHELASTIC|PYTORCH|CUDA|CUBLAS|CUDNN|CUTE|NVTE|NVIDIA|TRITON|TILELANG|MAMBA|MEGATRON|FLASH|OMP|KMP|MKL"
-    r"|UCX|UCC|FI|GLOO|NVSHMEM|TOKENIZERS|LD|MALLOC)(?:_|$)|PYTHON(?:OPTIMIZE|PATH)$)"
+    r"^(?:(?:NCCL|TORCH|TORCHDYNAMO|TORCHINDUCTOR|INDUCTOR|TORCHELASTIC|PYTORCH|ATEN|AOT|DCP|CUDA|CUBLAS|CUBLASLT|CUDNN|CUTE|CUTEDSL|CUTLASS"
+    r"|NVTE|NVIDIA|FP4|TRITON|TILELANG|MAMBA|QUACK|MEGATRON|FLASH|OMP|GOMP|KMP|MKL|DNNL|ONEDNN|OPENBLAS|UCX|UCC|FI|GLOO|NVSHMEM|TOKENIZERS"
+    r"|LD|MALLOC)(?:_|$)|DISABLE_ADDMM_CUDA_LT$|ENABLE_\w*TMA_|PYTHON(?:OPTIMIZE|PATH)$)"
 )
 # Of those, the values that say nothing but how. Any other variable is known by its name.
 PLAIN_VALUE = re.compile(r"\d{1,6}|true|false|on|off|yes|no|none|(?:INIT|NET|INFO|WARN|VERSION|TRACE|ALL|COLL|GRAPH)(?:,[A-Z]{2,8})*"

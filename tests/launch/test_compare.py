@@ -84,6 +84,7 @@ def test_another_lineage_is_refused_by_its_name_and_a_rumor_with_anyway(key):
         ("NVTE_FUSED_ATTN", ("0", "1")),
         ("LD_LIBRARY_PATH", ("/opt/a", "/opt/b")),
         ("PYTHONOPTIMIZE", ("1", None)),
+        ("ENABLE_PERSISTENT_TMA_MATMUL", ("1", None)),
         ("CUDA_DEVICE_MAX_CONNECTIONS", ("8", None)),
     ],
 )

@@ -1,5 +1,6 @@
 """What reaches a receipt: no secret, no host, no address, no path."""
 
+import importlib.util
 import json
 import re
 import string
@@ -68,6 +69,16 @@ def strings(node):
             yield from strings(value)
     elif isinstance(node, str):
         yield node
+
+
+def test_what_torchs_compilers_read_is_recorded():
+    """But for names of reports, and a compiler's."""
+    root = Path(importlib.util.find_spec("torch").origin).parent
+    told = re.compile(r"""(?:environ(?:\.get\(|\[)|getenv\(|env_name_\w+=)\s*["'](\w+)["']""")
+    names = {n for part in ("_dynamo", "_inductor") for n in told.findall((root / part / "config.py").read_text())}
+    assert {"TORCHDYNAMO_CAPTURE_SCALAR_OUTPUTS", "TORCHINDUCTOR_USE_FAST_MATH", "INDUCTOR_POST_FUSION_SVG"} <= names
+    reports = "LOG_|DUMP_|MAST_|ROLE_RANK|CXX|PT2_COMPILE_ID|AOTINDUCTOR_RE|AOTINDUCTOR_RAISE|UNSAFE_SKIP_FSDP"
+    assert not {n for n in names if not RECORDED.search(n) and not re.match(reports, n)}
 
 
 @given(
@@ -162,7 +173,7 @@ KEY KEYS TOKEN TOKENS SECRET SECRETS PASS PASSPHRASE PASSWD PASSWORD PW CREDENTI
 """
 OURS = """
 NCCL TORCH TORCHINDUCTOR TORCHELASTIC PYTORCH CUDA CUBLAS CUDNN CUTE NVTE NVIDIA TRITON TILELANG MAMBA MEGATRON FLASH OMP KMP MKL UCX UCC
-FI GLOO NVSHMEM TOKENIZERS LD MALLOC
+FI GLOO NVSHMEM TOKENIZERS LD MALLOC TORCHDYNAMO INDUCTOR ATEN AOT DCP CUBLASLT CUTEDSL CUTLASS FP4 QUACK GOMP DNNL ONEDNN OPENBLAS
 """
 PLAIN = """
 0 123456 true FALSE on off yes no none INIT NET INFO WARN VERSION TRACE ALL COLL GRAPH INIT,NET expandable_segments:True
