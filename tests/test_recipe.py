@@ -101,6 +101,11 @@ MESSAGES = {
         "error: key `model.depth` must be given @ model.depth (command line: model.depth=???)\n\n"
         "hint: give it: `model.depth=...`",
     ),
+    "a key that must be given and that another is linked to": (
+        ["schedule.train_steps=???"],
+        "error: key `schedule.train_steps` must be given @ schedule.train_steps (command line: schedule.train_steps=???)\n\n"
+        "hint: give it: `schedule.train_steps=...`",
+    ),
     "two keys that must be given": (
         ["data=indexed"],
         "error: 2 keys must be given: `data.path` ({data/indexed.yaml:path}) and `data.tokenizer` (line {data/indexed.yaml:tokenizer})\n\n"

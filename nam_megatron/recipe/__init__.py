@@ -69,7 +69,9 @@ def from_config(cfg: DictConfig, sources: Any = None, without: Iterable[str] = (
         with resolvers.pure() as impure:
             tree = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue:
-        absent = {*OmegaConf.missing_keys(cfg), *(sources.not_given() if sources else ())}
+        raw: Any = OmegaConf.to_container(cfg)  # `missing_keys` stops at a link to such a value
+        open_ = {leaf for key, value in raw.items() for leaf in leaves(key, value) if at(raw, leaf) == "???"}
+        absent = (open_ or OmegaConf.missing_keys(cfg)) | {*(sources.not_given() if sources else ())}
         raise Refused(_not_given(sorted(absent), sources), sources) from None
     except (RecursionError, OmegaConfBaseException) as err:
         key = getattr(err, "full_key", None) or None
