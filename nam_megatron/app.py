@@ -149,7 +149,9 @@ def _options(words: Sequence[str]) -> Namespace:
 
 def _folders(named: Sequence[str]) -> list[str]:
     """The words that name folders of `--config-dir`. Raises Refused."""
-    raise_if(filter(None, (too_deep(folder) if Path(folder).is_dir() else no_folder(folder) for folder in named)))
+    raise_if(
+        filter(None, (too_deep(folder) if folder and Path(folder).is_dir() else no_folder(folder) for folder in named))
+    )
     return [search([Path(folder)]) for folder in named]
 
 

@@ -122,6 +122,13 @@ def refused(*words: str, cwd: Path) -> str:
     return ran.err
 
 
+def test_the_path_of_a_preset_is_not_said_to_be_absent(tmp_path):
+    preset(tmp_path, "zebra")
+    path = "./preset/zebra.yaml"
+    said = refused(f"conf={path}", cwd=tmp_path)
+    assert f"there is no `config.json` or preset `{path}`" in said and "`--config-dir FOLDER conf=NAME`" in said
+
+
 def test_a_shadowed_name_is_refused(tmp_path):
     """Hydra would take the library's and say nothing."""
     preset(tmp_path, "nam56r_native_dp")
@@ -130,6 +137,7 @@ def test_a_shadowed_name_is_refused(tmp_path):
         f"{tmp_path}/preset/nam56r_native_dp.yaml\n\nhint: give yours another name; Hydra would take the first\n"
     )
     assert "is given twice" in refused("--config-dir", "..", "conf=nam56r_smoke", "--config-dir", ".", cwd=tmp_path)
+    assert "`` is no folder of configs" in refused("--config-dir", "", "conf=nam56r_smoke", cwd=tmp_path)
     assert "written without dashes, `conf=VALUE`" in refused(
         "--conf", "nam56r_smoke", "--config-dir", ".", cwd=tmp_path
     )
