@@ -266,6 +266,14 @@ def test_a_rule_begins_where_megatron_does(base, more, flag, last, beyond, rule,
         assert ask(oracle, fits).error is None and ask(oracle, found).error
 
 
+def test_tensor_and_context_ranks_both_share_a_sequence():
+    """1020 is a multiple of either number of ranks, and not of their product."""
+    shared = {"--tensor-model-parallel-size": "4", "--context-parallel-size": "2", "--sequence-parallel": True}
+    for length, told in (("1016", 0), ("1020", 1)):
+        said = launch(GPT, shared | {"--seq-length": length}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+        assert ids(said)["indivisible"] == told
+
+
 @pytest.mark.parametrize("more", [{"--ckpt-format": "torch"}, {"--no-save-optim": True}], ids=str)
 def test_a_checkpoint_without_such_a_state_is_not_shifted(more):
     base, change = CASES["checkpoint-shifted"]

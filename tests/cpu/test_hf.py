@@ -696,6 +696,22 @@ def test_words_are_cut_off_by_what_the_temperature_leaves(temperature, drawn):
     assert {*generate.pick(shares.log(), options, generate.drawing(options, "cpu")).tolist()} == drawn
 
 
+@pytest.mark.parametrize(("top_k", "drawn"), [(0, {0, 1, 2, 3}), (1, {1}), (3, {0, 1, 3}), (9, {0, 1, 2, 3})])
+def test_of_the_best_words_each_may_be_drawn_and_no_other(top_k, drawn):
+    rows = torch.tensor([2.0, 3.0, 0.0, 1.0]).expand(200, -1)
+    options = Options(1, temperature=3.0, top_k=top_k)
+    assert set(generate.pick(rows, options, torch.Generator().manual_seed(1)).tolist()) == drawn
+
+
+@pytest.mark.parametrize("token", [-1, 4])
+def test_a_token_of_no_vocabulary_is_refused_in_whichever_prompt(token):
+    config = SimpleNamespace(vocab_size=4, max_position_embeddings=9)
+    generate._check(config, [[0], [3, 2]], 1)
+    for prompts in ([[token], [1]], [[1], [2, token]]):
+        with pytest.raises(Refused, match=f"token {token} of a vocabulary of 4"):
+            generate._check(config, prompts, 1)
+
+
 def test_sampling_is_repeated_by_its_seed_and_bounded(made):
     model = open_model(made("native")[1], torch.float32)
     draw = lambda **kw: [t for (t,) in decode(model, [[1, 2, 3]], Options(20, **kw))]  # noqa: E731

@@ -132,6 +132,15 @@ def test_peaks_are_of_all_ranks_and_the_gap_of_the_worst():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("ended", [(7, 5), (5, 7)])
+def test_the_last_step_is_that_of_the_rank_that_finished_fewest(ended):
+    held = dict.fromkeys(steps.BYTES, 0.0)
+    said = steps.Said(readings=[steps.Reading(0, "step", 3, **held)])
+    assert steps.last_step(said) is None
+    said.readings += [steps.Reading(rank, "end", step, **held) for rank, step in enumerate(ended)]
+    assert steps.last_step(said) == 5
+
+
 def test_megatrons_own_memory_lines_are_read_in_mebibytes():
     said = "[Rank 3] (after 2 iterations) memory (MB) | allocated: 1.00 | max allocated: 1024.00 | reserved: 3.00 | max reserved: 2048.00"
     assert steps.memory(steps.read([said]))["gap"] == [{"when": "step", "step": 2, "rank": 3, "gib": 1.0}]
