@@ -139,10 +139,9 @@ def test_what_another_program_decides_is_not_megatrons_default(text, said):
 def test_a_default_is_not_known_where_a_part_of_the_words_is_not(text):
     """It said `(default)` of what a variable that is not in the text may well say."""
     told = report.text(lint(text.format(DESCRIBED), "x.sh"))
-    assert "norms        LayerNorm (default?), epsilon 1e-05 (default?)" in told and "note `default?`" in told
-    assert told.endswith("not in this text\n") and "default?" not in report.text(
-        lint(f"torchrun t.py {DESCRIBED} --load $X")
-    )
+    assert "norms        ?, epsilon ?" in told and "note `?` is not said here" in told and "activation   ?\n" in told
+    whole = report.text(lint(f"torchrun t.py {DESCRIBED} --load $X"))
+    assert told.endswith("not in this text\n") and "norms        LayerNorm (default), epsilon 1e-05" in whole
 
 
 def test_the_vocabulary_of_a_tokenizer_is_a_note():
@@ -150,15 +149,13 @@ def test_the_vocabulary_of_a_tokenizer_is_a_note():
     assert "note of no effect here: --vocab-size 64000 wants --tokenizer-type NullTokenizer" in report.text(found)
 
 
-def test_a_fork_with_flags_of_its_own_keeps_megatrons_defaults():
-    found = lint(
-        "torchrun train.py --num-layers 4 --hidden-size 64 --rollout-size 8 --actor-num-nodes 2 --sglang-mem 0.7",
-        "fork",
-    )
-    assert (
-        dict(describe.rows(found.args, found.model))["activation"]
-        == "GELU (Megatron's default), not gated, linear bias"
-    )
+@pytest.mark.parametrize(
+    ("script", "said"), [("pretrain_own.py", "GELU (Megatron's default), not gated, linear bias"), ("train.py", "?")]
+)
+def test_a_fork_with_flags_of_its_own_keeps_megatrons_defaults(script, said):
+    """Another program need not: slime's trains in bf16."""
+    found = lint(f"torchrun {script} {DESCRIBED} --rollout-size 8 --actor-num-nodes 2 --sglang-mem 0.7", "fork")
+    assert dict(describe.rows(found.args, found.model))["activation"] == said
 
 
 def test_many_launches_of_every_family():
@@ -1824,6 +1821,22 @@ MIXTRAL = " ".join(words(MOE | {"--moe-router-topk": None, "--untie-embeddings-a
 def test_what_nobody_who_starts_it_could_mend_is_no_finding(rule, name, text, louder):
     assert rule not in ids(lint(text, name))
     assert not louder or rule in ids(lint(text.replace(*louder), name.replace(*louder)))
+
+
+def test_one_cause_is_one_finding():
+    text = f"torchrun t.py {DESCRIBED} --position-embedding-type rope --reset-position-ids --reset-attention-mask"
+    (found,) = (f for f in lint(text, "x.sh").findings if f.id == "documents-not-apart")
+    assert found.flag == "--reset-attention-mask --reset-position-ids" and "takes no mask; `--position" in found.detail
+    text = f"TRAIN_ITERS=3\ntorchrun t.py {DESCRIBED} --save a-$TRAIN_ITER --tensorboard-dir b-$TRAIN_ITER"
+    assert ids(lint(text, "x.sh"))["unknown-variable"] == 1
+
+
+def test_flags_of_an_array_are_no_value_of_the_flag_before():
+    """slime's scripts have `--colocate ${MODEL_ARGS[@]}`, and MODEL_ARGS in another file: its model was Megatron's default."""
+    text = "source models/x.sh\npython train.py --colocate ${MODEL_ARGS[@]} --rollout-size 8 --its-a 2 --lr 1e-6"
+    found = lint(text, "x.sh")
+    assert any("flags may stand in $MODEL_ARGS" in note for note in describe.notes(found.args, found.model))
+    assert dict(describe.rows(found.args, found.model))["activation"] == "?"
 
 
 def test_a_table_of_names_starts_nothing():

@@ -638,6 +638,7 @@ def test_rlinf_is_not_areal():
     [
         ("--glu-activation swiglu", "GPT, 2 layers, as far as it is read: --glu-activation may make it another"),
         ("--multi-head-latent-attention --lf-gate --yarn-x 1 --my-experts 9", "--yarn-x and 1 more may make"),
+        ("--multiple-of 256", "--multiple-of may make it another"),
         ("--spec mine.specs layers --no-such-thing 3", "--spec may make it another"),
         ("--spec megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_local_spec --no-such-thing 3", None),
         ("--log-batch-size-to-tensorboard --DDP-impl local --deepspeed-activation-checkpointing", None),
@@ -656,7 +657,7 @@ def test_a_model_that_unread_flags_may_change_has_no_exact_count(unread, said):
 def test_json_of_a_program_with_flags_of_its_own():
     """What such a program leaves unsaid is not known, --spec too; JSON ended in a traceback."""
     words = "--load x --tensor_model_parallel_size 2 --micro_batch_size 1 --my_experts 3 --lora_rank 8"
-    for spec in ("", " --spec $SPEC"):
+    for spec in ("", " --spec $SPEC", " --spec"):
         assert json.loads(report.as_json(lint(f"megatron sft {words}{spec}")))["trains"]["parameters"] is None
 
 

@@ -1,6 +1,7 @@
 """Model -> what is trained, in lines for people and as data for programs. Values nobody said are marked as Megatron's default."""
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
@@ -9,7 +10,7 @@ from nam_megatron.errors import counted
 from nam_megatron.lint.model import ATTENTION, SYMBOLS, TITLES, Model, known
 from nam_megatron.lint.rules.companions import idle
 from nam_megatron.lint.rules.parser import ALIASES, IDLE, OLD, incomplete, left_open, own
-from nam_megatron.lint.values import Args, NotKnown, Open
+from nam_megatron.lint.values import PRETRAINS, Args, NotKnown, Open
 
 # Said by few launches, and part of what is trained: shown as written.
 ALSO = (
@@ -39,17 +40,31 @@ ALSO = (
     "data_path", "train_data_path", "split", "seed",
 )  # fmt: skip
 
+# Rows of which nothing is known where none of these is said and what is not said is not known.
+ROWS = {
+    "activation": "swiglu squared_relu quick_geglu",
+    "optimizer": "lr optimizer weight_decay adam_beta2 clip_grad",
+    "schedule": "train_iters train_samples lr_decay_iters lr_decay_samples",
+    "start": "init_method_std init_method_xavier_uniform load pretrained_checkpoint",
+    "layout": "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size",
+}
+DEFAULT = re.compile(r"(tied to the output|learned table of \S+|\S+) \(default[^)]*\)")
+
 
 def rows(a: Args, m: Model) -> Iterator[tuple[str, str]]:
     """(label, text); a text of `?` where it hangs on a value that is not known."""
 
-    # Another program may have defaults of its own, and words that are not here may say something else.
-    default = ("(Megatron's default" if a.foreign else "(default") + ("?" if in_part(a, m) else "")
+    def unsaid(label: str) -> bool:
+        return label in ROWS and not a.any_said(*ROWS[label].split())
 
     def row(label: str, text: Callable[[], str | None]) -> Iterator[tuple[str, str]]:
         found = known(text, "?")
+        if found is not None and defaults_unknown(a, m):
+            found = DEFAULT.sub("?", found) if not unsaid(label) else "?"
+        elif label == "activation" and "(default" in str(found) and re.search("glu|gelu", " ".join(a.shaping)):
+            found = "?"
         if found is not None:
-            yield label, found.replace("(default", default)
+            yield label, found.replace("(default", "(Megatron's default") if a.foreign else found
 
     if a.elsewhere:
         yield "said", ", ".join(a.written(name) for name in a.given) or "nothing that Megatron has a flag for"
@@ -78,6 +93,12 @@ def rows(a: Args, m: Model) -> Iterator[tuple[str, str]]:
     if not m.described:
         yield from row("layout", lambda: _layout(a, m))
         yield from row("batch", lambda: _batch(a, m))
+
+
+def defaults_unknown(a: Args, m: Model) -> bool:
+    """Whether words that are not here, or a program that is not Megatron's, may say what these leave out."""
+    of_another = bool(a.foreign) and not PRETRAINS.fullmatch(a.launch.script or "")
+    return (in_part(a, m) or of_another) and not m.described
 
 
 def in_part(a: Args, m: Model) -> bool:
@@ -113,8 +134,8 @@ def notes(a: Args, m: Model) -> Iterator[str]:
     asked = known(lambda: max(m.tp * m.pp * m.cp, m.etp * m.ep * m.pp if m.moe else 0), 1)
     if a.launch.supposed and a.launch.gpus and asked > a.launch.gpus and not asked % a.launch.gpus:
         yield f"the layout asks for {asked} GPUs or a multiple; the environment says how many, {a.launch.gpus} where it says nothing"
-    if in_part(a, m) and not a.elsewhere:
-        yield "`default?` is Megatron's, where what this text leaves out says nothing else"
+    if defaults_unknown(a, m) and not a.elsewhere:
+        yield "`?` is not said here: what this text leaves out, or its program, decides it"
     if a.empty:
         yield f"arrays that nothing in the text fills, taken as empty: {', '.join(f'${n}' for n in a.empty)}"
     left: dict[str, list[str]] = {}

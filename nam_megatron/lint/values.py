@@ -42,11 +42,11 @@ PORT = re.compile(
 DEEPSPEED = re.compile(r"--zero[-_]stage\b|deepspeed|(?<![a-z])ds_(pretrain|ssh)", re.IGNORECASE)
 # Words of flags that decide which model it is, in forks that were read.
 SHAPING = re.compile(
-    r"(?<![a-z])(attention|latent|mla|kv|gqa|mlp|(sw|ge)?glu|rms|(rms)?norm|rope|yarn|alibi|moe|experts?|dense|shared|gate|dims?|heads?"
+    r"(?<![a-z])(attention|latent|mla|kv|gqa|mlp|(sw|ge)?glu|rms|(rms)?norm|rope|yarn|alibi|moe|experts?|dense|gate|dims?|heads?"
     r"|multiple|intermediate|mixer|conv(2d)?|retro)(?![a-z])"
 )
 # What a template's engine, or a person, puts a value in for.
-TEMPLATE = re.compile(r"\{\{?\s*[\w.\[\]'\"|() -]+\}?\}|<[A-Za-z][\w .-]*>|%\(?\w+\)?[s%]|@\w+@")
+TEMPLATE = re.compile(r"\{\{?\s*[\w.\[\]'\"|() -]+\}?\}|<[A-Za-z][\w .-]*>|%\(?\w+\)?[s%]|@\w+@|[xX]{2,}|TODO|TBD")
 
 # Flags of earlier Megatrons that 0.19.2 has no more, and what says it now.
 REMOVED = {
@@ -221,7 +221,10 @@ class Args:
                 while at + len(following) < len(words) and not self._is_flag(words[at + len(following)]):
                     following.append(words[at + len(following)])
             if flag is None:
-                taken = following[: OURS.get(name, len(following))]
+                flags = (
+                    at for at, w in enumerate(following) if any(map(self._array, holes(w)))
+                )  # of an array elsewhere
+                taken = following[: OURS.get(name, next(flags, len(following)))]
                 self._unknown(name)
             elif flag.action != "store":
                 spelt = (self._underscores or self.launch.program) and following
@@ -311,14 +314,22 @@ class Args:
     @cached_property
     def shaping(self) -> list[str]:
         """Flags of others that may decide which model it is, by the words of their names: no more is known of them."""
-        spec = self.value("spec") if self.foreign and self.said("spec") else ["megatron.core"]
-        layers = [] if isinstance(spec, list) and spec[0].startswith("megatron.core") else ["--spec"]
-        return layers + [f for f in dict.fromkeys(self.foreign) if f not in REMOVED and SHAPING.search(f)]
+        spec = self.value("spec") if self.foreign and self.said("spec") else []
+        stock = isinstance(spec, list) and all(word.startswith("megatron.core") for word in spec[:1])
+        unknown = [t.about for t in self.trouble if t.rule == "unknown-flag" and not t.detail]
+        own = [f for f in dict.fromkeys(self.foreign + unknown) if f not in REMOVED and SHAPING.search(f)]
+        return own if stock else ["--spec", *own]
+
+    @property
+    def of_flagscale(self) -> bool:
+        """Whether FlagScale starts it, which brings a Megatron of its own."""
+        keys = {line.split()[0] for line in self.launch.text.splitlines() if re.match(r"\w", line)}
+        return self.launch.kind == "yaml" and {"system:", "model:", "data:"} <= keys
 
     @property
     def forked(self) -> bool:
         """Whether a fork with a parser of its own reads these words, and so checks of its own."""
-        return self.elsewhere or len(self.foreign) >= FORKED or self._of_deepspeed
+        return self.elsewhere or len(self.foreign) >= FORKED or self._of_deepspeed or self.of_flagscale
 
     @property
     def rebuilt(self) -> bool:
