@@ -652,6 +652,9 @@ def test_flags_that_may_stand_in_an_open_word_are_not_absent(more):
 
 DESCRIBED = "--hidden-size 1024 --num-layers 8 --num-attention-heads 16 --ffn-hidden-size 4096"
 UNDERSCORED, TIK = re.sub(r"(?<=\w)-", "_", DESCRIBED), "--tokenizer-type TikTokenizer"
+WITHOUT_FFN = DESCRIBED.replace(" --ffn-hidden-size 4096", "")
+PIECES = "{num_layers: 8, hidden_size: 1024, num_attention_heads: 16, train_iters: 2}"
+OPTIM = "actor_rollout_ref.actor.optim.override_optimizer_config"
 # A text, a finding that it has, and one that it has not.
 BESIDE = (
     ("A=({})\ntorchrun t.py ${{A[@]}} ${{PROFILING[@]}} --num-query-groups 4", "gqa-ignored", ""),  # nobody fills the second
@@ -1815,6 +1818,23 @@ MIXTRAL = " ".join(words(MOE | {"--moe-router-topk": None, "--untie-embeddings-a
            + " ".join(f"--its-{c} 1" for c in "abcdef"), ("--its-f 1", "")) for rule in ("idle-flag", "documents-not-apart")),
         ("unknown-flag", "s.sh", f"python t.py {DESCRIBED} --its-a 1 --its-b 1 --its-c 1 --seeds 1", ("--seeds", "--seeed")),
         ("not-the-card", "llama2_70b.sh", f"torchrun t.py {LLAMA70.replace('8192', '1024')} --ffn-hidden-size 4096", ("1024", "8192")),
+        *((rule, "f.sh", f"torchrun pretrain_f.py {DESCRIBED} {said} --its-a 1", (" --its-a 1", "")) for rule, said in (
+            ("removed-flag", "--data-impl mmap"), ("data-sources", "--mock-data --data-path x"),
+            ("experts-not-in-pattern", "--hybrid-layer-pattern *-*- --num-experts 8"),
+            ("pipeline-auto-split", "--hybrid-layer-pattern *-*- --pipeline-model-parallel-size 2"))),
+        ("removed-flag", "7b.yaml", f"system: {{bf16: true}}\nmodel: {PIECES}\ndata: {{legacy_tokenizer: true}}", ("data:", "rest:")),
+        ("bad-value", "7b.yaml", f"model: {PIECES}\ndata: {{vocab_size: xxx}}", ("xxx", "xyz")),
+        ("not-positive", "auto.yaml", f"model: {PIECES}\nauto_tuner: {{context_parallel_size: [0]}}", ("auto_tuner", "tuner")),
+        ("pipeline-split", "f.sh", f"torchrun pretrain_gpt.py {DESCRIBED} --pipeline-model-parallel-size 3 --split-spec 3,3,2",
+         ("split-spec", "my-spec")),
+        ("default-ffn", "f.sh", f"torchrun t.py {WITHOUT_FFN} --swiglu --multiple-of 256", ("--multiple-of", "--many-of")),
+        ("companion-later", "f.sh", f"torchrun pretrain_gpt_f.py {DESCRIBED} --train-data-path x --split 1,0,0", ("_gpt_f", "_gpt")),
+        ("idle-flag", "v.sh", f"torchrun -m verl.trainer.main_ppo {OPTIM}.optimizer_offload_fraction=0 {OPTIM}.optimizer_cpu_offload=False",
+         ()),
+        ("default-balancing", "f.sh", f"torchrun t.py {DESCRIBED} --swiglu --num-experts 8 --moe-router-force-load-balancing",
+         (" --moe-router-force-load-balancing", "")),
+        ("not-the-card", "llama2_70b.sh", f"torchrun t.py {LLAMA70} --kv-channels 128".replace("8192", "7168").replace("s 64", "s 56"),
+         ("heads 56", "heads 64")),
         ("unknown-variable", "r.py", "def recipe():\n    cfg.model.num_layers = f()\n    cfg.model.hidden_size = 64", ()),
     ],
 )  # fmt: skip

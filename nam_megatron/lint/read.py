@@ -588,7 +588,7 @@ def _entries(
             if isinstance(key.value, str) and ENVIRONMENT.fullmatch(key.value):
                 pairs = [(k.value, v) for k, v in node.value if isinstance(v, yaml.ScalarNode)]
                 env |= {str(k): None if _null(v) else str(v.value) for k, v in pairs}
-            else:
+            elif key.value != "auto_tuner":  # what FlagScale may try
                 stack.append(iter(node.value))
                 path.append(str(key.value))
                 groups.append(node)

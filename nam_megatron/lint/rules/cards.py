@@ -144,7 +144,7 @@ def _contradicts(a: Args, m: Model) -> Iterator[str]:
     if card is None or m.ours:
         return
     name, values = card
-    departs, compared = [], 0
+    departs, compared = dict[str, str](), 0
     for key, published in values.items():
         argument, has = VALUES[key]
         try:
@@ -158,9 +158,11 @@ def _contradicts(a: Args, m: Model) -> Iterator[str]:
             if not a.said(argument) and from_card(a):
                 continue
             flag = a.written(argument) if a.said(argument) else without(a.written(argument))
-            departs.append(f"{flag}\t{name} has {key.replace('_', ' ')} {_word(published)}, here it is {_word(here)}\t")
-    if 3 * len(departs) <= compared:  # else a model of its own with that name
-        yield from departs
+            departs[key] = f"{flag}\t{name} has {key.replace('_', ' ')} {_word(published)}, here it is {_word(here)}\t"
+    if (
+        3 * len(departs) <= compared and not {"hidden", "heads"} <= departs.keys()
+    ):  # else a model of its own with that name
+        yield from departs.values()
 
 
 def _word(value: Any) -> str:

@@ -12,7 +12,7 @@ import yaml
 from nam_megatron.lint.model import Model, known
 from nam_megatron.lint.rules.parser import incomplete, strangers
 from nam_megatron.lint.rules.rule import CONFIG, FAIL, FRAGILE, VALIDATE, Rule, listed, off
-from nam_megatron.lint.values import Args, Open, harmless
+from nam_megatron.lint.values import MEGATRONS, Args, Open, harmless
 
 WANTS = yaml.safe_load((Path(__file__).parent.parent / "wants.yaml").read_text(encoding="utf-8"))
 
@@ -50,9 +50,14 @@ def _lacking(a: Args, m: Model, which: str, given_elsewhere: bool = False) -> It
         beginnings = tuple(flag for flag in flags if flag.endswith("_"))
         for name in (name for name in a.given if name in flags or name.startswith(beginnings)):
             asks = not off(a, name) if which in ("idle", "noted") and "always" not in row else not a.switched_off(name)
-            told = a.any_said(*re.findall(r"[a-z]\w+", row["with"])) or not given_elsewhere
-            if asks and told and not known(partial(_is_so, a, m, row["with"]), True):
+            stands_on = a.any_said(*re.findall(r"[a-z]\w+", row["with"]))
+            asks &= not any(map(a.switched_off, stands_on))  # else it waits for that to be switched on
+            if asks and (stands_on or not given_elsewhere) and not known(partial(_is_so, a, m, row["with"]), True):
                 yield f"{a.written(name)}\twants {row['wants']}"
+
+
+def _of_megatron(a: Args) -> bool:
+    return bool(MEGATRONS.fullmatch(a.launch.script or ""))
 
 
 def idle(a: Args, m: Model, which: str = "idle") -> Iterator[str]:
@@ -90,7 +95,7 @@ RULES = (
         "companion-later",
         FAIL,
         "",
-        lambda a, m: _lacking(a, m, "later"),
+        lambda a, m: (f for f in _lacking(a, m, "later") if not f.startswith("--split") or _of_megatron(a)),
         "refused without what it stands on, after the start",
         "give what it wants, or leave it out",
         "core/optimizer/__init__.py, core/distributed/distributed_data_parallel.py, core/datasets/blended_megatron_dataset_config.py",

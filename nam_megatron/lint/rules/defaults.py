@@ -172,7 +172,8 @@ _SELDOM_MEANT = (
         "default-balancing",
         DEFAULT,
         "moe_aux_loss_coeff",
-        lambda a, m: not a.said("moe_router_load_balancing_type") and m.unbalanced,
+        lambda a, m: not a.any_said("moe_router_load_balancing_type", "moe_router_force_load_balancing")
+        and m.unbalanced,
         "the coefficient of the balancing loss is 0: nothing balances the experts",
         "say `--moe-aux-loss-coeff`, 1e-4 say (or `--moe-router-load-balancing-type none`, if meant)",
         CONFIG,

@@ -36,6 +36,7 @@ RULES = (
         COST,
         "moe_flex_dispatcher_backend",
         lambda a, m: known(lambda: m.moe, True)
+        and a.launch.kind != "python"  # Bridge's recipes say what flex would take
         and a.said("moe_flex_dispatcher_backend")
         and a.moe_token_dispatcher_type != "flex"
         and (

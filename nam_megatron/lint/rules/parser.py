@@ -20,7 +20,17 @@ from nam_megatron.lint.rules.rule import (
     each,
     without,
 )
-from nam_megatron.lint.values import CHOICES, STRANGERS, Args, Trouble, alike, harmless, nearly_a_choice, set_where
+from nam_megatron.lint.values import (
+    CHOICES,
+    MEGATRONS,
+    STRANGERS,
+    Args,
+    Trouble,
+    alike,
+    harmless,
+    nearly_a_choice,
+    set_where,
+)
 
 # Old names, which 0.19.2 takes with a warning: a note.
 OLD = {
@@ -75,11 +85,13 @@ OF_TRAINING = (
 YAML_CFG = re.compile(r"^language_model:", re.MULTILINE)
 # What a program's code does, of which a fork's may do something else.
 OF_ITS_CODE = ("idle-flag", "documents-not-apart", "rampup-ignored", "ignored-flag", "companion-later")
+OF_ITS_LAYERS = ("experts-not-in-pattern", "pipeline-auto-split")  # what it makes of a pattern
 # Flags of a script's own by which the model comes from its code.
 MODELS = re.compile(r"--([\w-]+-)?model-(provider|type|arch|name)")
 # What flags of a script's own decide otherwise than Megatron, by a word in them: how layers are cut, what experts are.
 OWN_WORDS = {
-    "pipeline-split": re.compile("layer|stage|pipeline"),
+    "pipeline-split": re.compile("layer|stage|pipeline|split"),
+    "default-ffn": re.compile("multiple|ffn|intermediate"),
     **dict.fromkeys(("default-top-k", "default-balancing", "moe-sequential"), re.compile("moe|expert|router")),
 }
 
@@ -90,7 +102,18 @@ def runs(name: str) -> bool:
 
 
 def own(a: Args) -> list[Trouble]:
-    """Flags that Megatron has not and that look like none of its: nobody invents one, so the script has it, or the Megatron it is of."""
+    """Flags that Megatron has not and that look like none of its, with a fork's that are an earlier Megatron's."""
+    return _own(a) + ([t for t in a.trouble if t.rule == "removed-flag"] if forked(a) else [])
+
+
+def forked(a: Args) -> bool:
+    """Whether a program with a parser of its own reads these words, or a script of its own name with a flag of its own."""
+    script = a.launch.script
+    return a.forked or (script is not None and not MEGATRONS.fullmatch(script) and bool(a.foreign or _own(a)))
+
+
+def _own(a: Args) -> list[Trouble]:
+    """Flags that look like none of Megatron's: nobody invents one, so the script has it, or the Megatron it is of."""
     unknown = [
         t
         for t in a.trouble
@@ -170,7 +193,7 @@ def of_another(rule: Rule, a: Args) -> bool:
     if a.ported and rule.id not in ("given-twice", "not-the-card", "unknown-variable", "unknown-flag"):
         return rule.severity != DEFAULT
     of_yaml = rule.id == "conflict" and bool(YAML_CFG.search(a.launch.text))
-    return of_yaml or (a.forked and _of_parser(rule))
+    return of_yaml or (forked(a) and (_of_parser(rule) or rule.id in OF_ITS_LAYERS))
 
 
 def _of_parser(rule: Rule) -> bool:
@@ -209,7 +232,7 @@ def _overrides(a: Args, name: str) -> bool:
 
 def _removed(a: Args, m: Model) -> list[str]:
     """One finding of all that an earlier Megatron had: a launch of its time has several."""
-    gone = {t.about: t.fix for t in a.trouble if t.rule == "removed-flag"}
+    gone = {t.about: t.fix for t in a.trouble if t.rule == "removed-flag" and not forked(a)}
     if len(gone) < 2:
         return [f"{flag}\t\t{fix}" for flag, fix in gone.items()]
     return [f"{' '.join(gone)}\t\t{'; '.join(f'`{flag}`: {fix}' for flag, fix in gone.items())}"]
@@ -249,10 +272,10 @@ def _unknown(a: Args, m: Model) -> Iterator[str]:
     """Variables that nothing in the text sets, but one a letter or two away. Others are a template's, an environment's: a note."""
     found = [(t.about, tuple(t.detail.split(", "))) for t in a.trouble if t.rule == "unknown-variable"]
     found += [(a.written(name), names) for name, names in a.open_values()]
-    for what, names in found:
-        for name in filter(str.isidentifier, names):
-            if not set_where(a.launch.text, name) and (close := _nearly_set(a.launch.text, name)):
-                yield f"{what}\tnothing in the text sets {name}, but {close}"
+    first = {name: what for what, names in reversed(found) for name in filter(str.isidentifier, names)}
+    for name, what in first.items():
+        if not set_where(a.launch.text, name) and (close := _nearly_set(a.launch.text, name)):
+            yield f"{what}\tnothing in the text sets {name}, but {close}"
 
 
 def _nearly_set(text: str, name: str) -> str | None:

@@ -46,10 +46,11 @@ def _documents(a: Args, m: Model) -> Iterator[str]:
     masked = a.transformer_impl == "local" and not (m.recurrent or m.dsa)
     if any("packed" in t.about for t in a.trouble) or any("packed" in flag for flag in a.foreign):
         return  # a fork keeps documents apart in its own way
-    if a.reset_attention_mask and not masked:
-        yield f"{a.written('reset_attention_mask')}\t{_unread(m)}"
+    idle = {"reset_attention_mask": _unread(m)} if a.reset_attention_mask and not masked else {}
     if a.reset_position_ids and m.positions != "learned_absolute":
-        yield f"{a.written('reset_position_ids')}\t`--position-embedding-type {m.positions}` takes no position ids"
+        idle["reset_position_ids"] = f"`--position-embedding-type {m.positions}` takes no position ids"
+    if idle:
+        yield f"{' '.join(a.written(name) for name in idle)}\t{'; '.join(idle.values())}"
 
 
 def _unread(m: Model) -> str:
