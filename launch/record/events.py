@@ -195,6 +195,8 @@ class Events:
                 return f"the {what} of step {nan[0]} is no number"
         if self.said.steps and not any(steps.LOSS in step.values for step in self.said.steps.values()):
             return "no step has a loss: all were skipped, and nothing was trained"
+        if {step.values.get(steps.NORM) for step in self.said.steps.values()} == {0.0}:
+            return "every gradient is 0, and nothing was trained"
         if bare := [
             n for n, s in self.said.steps.items() if steps.LOSS not in s.values and not s.values.get(steps.SKIPPED)
         ]:

@@ -200,7 +200,7 @@ def figures(said: Said, tokens_per_step: int, world: int) -> dict[str, Any]:
         # Megatron leaves a loss out of the line when it is NaN.
         "loss_finite": all(l is not None and math.isfinite(l) for l in losses) if losses else None,
         "grad_norm_last": norms[-1] if norms else None,
-        "grad_norm_finite": all(n is not None and math.isfinite(n) for n in norms) if norms else None,
+        "grad_norm_finite": all(n is not None and math.isfinite(n) for n in norms) if {*norms} - {None} else None,
         "nan_steps": sum(s.values.get(NAN_STEPS, 0) for s in steps),
         "skipped_steps": sum(s.values.get(SKIPPED, 0) for s in steps),
     }

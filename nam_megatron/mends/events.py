@@ -10,12 +10,12 @@ from megatron.training import checkpointing, get_args, get_timers, training
 
 from nam_megatron.events import RECORD
 from nam_megatron.mends.install import Run
-from nam_megatron.runtime.record import Line, number
+from nam_megatron.runtime import record
 
 
 def install(run: Run) -> None:
     """Have Megatron's own training loop say its lines and its checkpoints."""
-    theirs, line, counted = training.training_log, Line(), 0.0
+    theirs, line, counted = training.training_log, record.Line(), 0.0
 
     @wraps(theirs)
     def logged(
@@ -45,7 +45,7 @@ def install(run: Run) -> None:
             seconds, counted = elapsed - counted, elapsed if is_first_iteration else 0.0
             line.say(
                 step, seconds, training.num_floating_point_operations(args, get_current_global_batch_size()), of=args.train_iters,
-                grad_norm=number(norm), lr=number(rate), loss_scale=number(scale),
+                grad_norm=record.norm(norm, args.clip_grad), lr=record.number(rate), loss_scale=record.number(scale),
                 tokens=args.consumed_train_samples * args.seq_length,
             )  # fmt: skip
         return told

@@ -73,7 +73,7 @@ class Readings(Callback):
             rates = [group["lr"] for group in context.optimizer.param_groups if group and not group["is_decoupled_lr"]]
             self.line.say(
                 step, seconds, flop_utils.num_floating_point_operations(config, batch), of=config.train.train_iters,
-                grad_norm=record.number(context.grad_norm), lr=record.number(rates[-1] if rates else None),
+                grad_norm=record.norm(context.grad_norm, config.optimizer.clip_grad), lr=record.number(rates[-1] if rates else None),
                 loss_scale=record.number(context.optimizer.get_loss_scale()),
                 tokens=(state.train_state.consumed_train_samples + batch) * config.model.seq_length,
             )  # fmt: skip

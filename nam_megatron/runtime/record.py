@@ -58,3 +58,9 @@ def loaded(step: int) -> None:
 def number(value: Any) -> float | None:
     """Of what Megatron has as a number, as a tensor of one, or not at all."""
     return None if value is None else float(value)
+
+
+def norm(value: Any, clip: float) -> float | None:
+    """Of the gradient, if it was measured: where nothing is clipped some optimizers give 0 for it (core/optimizer/optimizer.py of 0.19.2,
+    `MixedPrecisionOptimizer.step`)."""
+    return number(value if value or clip else None)

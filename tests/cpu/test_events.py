@@ -181,3 +181,11 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_built(tmp
     (tmp_path / FILE).mkdir()
     (rank,) = run(tmp_path, *SHORT, before=lambda: os.environ.update({NONCE: "mine"}))
     assert rank.code == 2 and rank.err.startswith(f"error: `{FILE}` cannot be written") and not logged([rank])
+
+
+def test_a_gradient_that_was_not_measured_has_no_norm(tmp_path):
+    """Without clipping, Megatron-FSDP's optimizer gives 0 for it, and a receipt called that finite."""
+    fsdp = ("cluster=h200_2", "parallel.expert=2", "feature.megatron_fsdp.enabled=true", "optim.clip_grad=0.0")
+    said = told(tmp_path, *SHORT, *fsdp, world=2, before=lambda: os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None))
+    assert {one["grad_norm"] for one in of(said, "step")} == {None}
+    assert outcome.of_run(tmp_path, {"nonce": "mine"})["figures"]["grad_norm_finite"] is None

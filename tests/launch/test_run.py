@@ -397,6 +397,8 @@ def test_how_it_ended(tmp_path, said, code, signals, expected):
         ([{"event": "loaded", "step": 1}, step(5), end(5)],
          "a process began with step 5, and no checkpoint of the steps before it was loaded"),
         ([step(n) | {"loss": None} for n in (2, 5)] + [end(5)], "no step has a loss: all were skipped, and nothing was trained"),
+        ([step(n) | {"grad_norm": 0.0} for n in (2, 5)] + [end(5)], "every gradient is 0, and nothing was trained"),
+        ([step(2) | {"grad_norm": 0.0}, step(5), end(5)], None),
         ([step(2), step(5), end(5, "done", None)], "rank 0 ended without a code: done"),
         ([step(2), step(5), *({"event": word, "step": 9} for word in ("saving", "saved")), end(5)],
          "it ended at step 5, and a checkpoint is of step 9"),
