@@ -264,6 +264,9 @@ def trained(words: Sequence[str], started: float, before: Callable[[], None] | N
     if missing := unbuilt(job):
         return stop(rank, INCOMPLETE, missing)
     if job.plan.recipe.cluster.processor == "cpu":
+        from nam_megatron.runtime import uncompiled
+
+        uncompiled.functions()
         from nam_megatron.prove.cpu import pretended
 
         if not rank:

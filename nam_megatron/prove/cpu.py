@@ -5,8 +5,9 @@ a process that ends soon.
 """
 
 import contextlib
+import warnings
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,6 +68,22 @@ def _bytes_back(output: torch.Tensor, again: torch.Tensor) -> None:
     kept.copy_(storage)
 
 
+@cache
+def _products_in_fp32() -> torch.library.Library:
+    """bf16 matrices are multiplied by fp32's kernels and rounded once: as exact, and fifty times as fast on a processor without bf16."""
+
+    def multiply(out: Any, *tensors: torch.Tensor, **scales: float) -> torch.Tensor:
+        wide = [t.float() if t.dtype is torch.bfloat16 else t for t in tensors]
+        made = wide[-1].new_empty((*wide[-2].shape[:-1], wide[-1].shape[-1]))
+        return out(*wide, **scales, out=made).to(tensors[-1].dtype)
+
+    library, aten = torch.library.Library("aten", "IMPL"), torch.ops.aten
+    with warnings.catch_warnings(action="ignore"):  # torch's, that there was a kernel
+        for op in (aten.mm, aten.bmm, aten.addmm, aten.baddbmm):
+            library.impl(op.default, partial(multiply, op.out), "CPU", allow_override=True)
+    return library
+
+
 @contextlib.contextmanager
 def patched(mode: type[_CudaToCpu] = _CudaToCpu) -> Iterator[None]:
     """This process runs Megatron on the CPU from here on. The patches of modules stay: for a process that ends soon."""
@@ -87,6 +104,7 @@ def patched(mode: type[_CudaToCpu] = _CudaToCpu) -> Iterator[None]:
 
     torch.set_num_threads(1)
     torch.compiler.set_stance("force_eager")
+    _products_in_fp32()
     idle = _Idle()
     torch.cuda.current_device = lambda: CPU
     torch.cuda.synchronize = lambda *_, **__: None

@@ -230,7 +230,7 @@ class GatedNorm(torch.nn.Module):
 
 
 def mamba2_scan(zxbcdt, conv_weight, conv_bias, dt_bias, A, *, D, headdim, ngroups, **_):
-    """mamba_split_conv1d_scan_combined of mamba-ssm, step by step: [b, l, 2 d + 2 g n + h] -> [b, l, d]."""
+    """mamba_split_conv1d_scan_combined of mamba-ssm (arXiv 2405.21060): [b, l, 2 d + 2 g n + h] -> [b, l, d]."""
     heads = dt_bias.numel()
     inner = heads * headdim
     state = (zxbcdt.size(-1) - 2 * inner - heads) // (2 * ngroups)
@@ -240,12 +240,14 @@ def mamba2_scan(zxbcdt, conv_weight, conv_bias, dt_bias, A, *, D, headdim, ngrou
     x, B, C = xbc.split([inner, ngroups * state, ngroups * state], -1)
     x, dt = x.unflatten(-1, (heads, headdim)), F.softplus(dt + dt_bias)
     B, C = (t.unflatten(-1, (ngroups, state)).repeat_interleave(heads // ngroups, 2) for t in (B, C))
-    h, ys = x.new_zeros(x.size(0), heads, headdim, state), []
-    for t in range(x.size(1)):
-        decay = torch.exp(dt[:, t] * A)[..., None, None]
-        h = h * decay + (dt[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None, :]
-        ys.append((h * C[:, t, :, None, :]).sum(-1))
-    y = torch.stack(ys, 1) + D[:, None] * x
+    # No loop over tokens: the layer's form as attention, with what is left of each token at each later one in the place of the softmax.
+    gone = torch.cumsum(dt * A, 1).transpose(1, 2)  # [b, h, l]
+    later = torch.ones(gone.size(-1), gone.size(-1), dtype=torch.bool).triu(1)
+    left = (gone[..., None] - gone[..., None, :]).masked_fill(later, -torch.inf).exp()
+    wide = torch.promote_types(left.dtype, x.dtype)
+    scores = torch.einsum("bthn,bshn->bhts", C.to(wide), B.to(wide)) * left * dt.transpose(1, 2)[..., None, :]
+    y = torch.einsum("bhts,bshp->bthp", scores, x.to(wide))
+    y = y + D[:, None] * x
     return (y * F.silu(z).unflatten(-1, (heads, headdim))).flatten(-2)
 
 

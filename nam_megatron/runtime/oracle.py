@@ -129,6 +129,9 @@ def _serve() -> None:
 
 
 def _warm() -> None:
+    from nam_megatron.runtime import uncompiled
+
+    uncompiled.functions()
     import megatron.core.models.hybrid.hybrid_layer_allocation
     import megatron.core.transformer.experimental_attention_variant.dsa
     import megatron.training.argument_utils

@@ -112,8 +112,8 @@ def test_harness_tells_where_a_rank_failed():
         on_ranks(Case("*-", dp=2), fail, limit_s=30)
 
 
-def test_harness_mamba_scan_is_the_published_sum():
-    """mamba2_scan against y_t = sum over s <= t of C_t.B_s exp(sum of dt A over (s, t]) dt_s x_s (arXiv 2405.21060)."""
+def test_harness_mamba_scan_is_the_published_recurrence():
+    """mamba2_scan against h_t = exp(dt_t A) h_(t-1) + dt_t x_t B_t, y_t = h_t C_t + D x_t (arXiv 2405.21060)."""
     batch, length, heads, dim, groups, state = 2, 9, 4, 3, 2, 5
     inner, packed = heads * dim, groups * state
     torch.manual_seed(0)
@@ -129,17 +129,33 @@ def test_harness_mamba_scan_is_the_published_sum():
         t.view(batch, length, groups, 1, state).expand(-1, -1, -1, heads // groups, -1).flatten(2, 3) for t in (b, c)
     )
     step = torch.nn.functional.softplus(dt + dt_bias)
-    decay = (step * a).cumsum(1)
-    expected = torch.zeros_like(u)
+    h, expected = torch.zeros(batch, heads, dim, state), torch.zeros_like(u)
     for t in range(length):
-        for s in range(t + 1):
-            gain = (c[:, t] * b[:, s]).sum(-1) * (decay[:, t] - decay[:, s]).exp() * step[:, s]
-            expected[:, t] += gain[..., None] * u[:, s]
+        h = h * (step[:, t] * a).exp()[..., None, None] + (step[:, t, :, None] * u[:, t])[..., None] * b[:, t, :, None]
+        expected[:, t] = (h * c[:, t, :, None]).sum(-1)
     expected = (expected + d[:, None] * u).flatten(2) * torch.nn.functional.silu(z)
     found = modules.mamba2_scan(
         torch.cat([z, x, bc, dt], -1), weight, bias, dt_bias, a, D=d, headdim=dim, ngroups=groups, chunk_size=4
     )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_harness_products_of_bf16_are_rounded_once():
+    """By each of the four operators, with scales; those of other types are what they were."""
+
+    def products(kind: torch.dtype) -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(0)
+        a, b, c = (torch.randn(2, *shape).to(kind).requires_grad_() for shape in ((5, 7), (7, 3), (5, 3)))
+        added = torch.addmm(c[0], a[0], b[0], beta=0.5, alpha=2), torch.baddbmm(c, a, b, beta=0.0, alpha=0.3)
+        made = (a[0] @ b[0], a @ b, *added)
+        return *made, *torch.autograd.grad(sum(m.sum() for m in made), (a, b, c))
+
+    kinds = (torch.bfloat16, torch.float32, torch.float64)
+    (found,) = on_ranks(Case("*-"), lambda _: [products(kind) for kind in kinds])
+    torch.testing.assert_close(found[1:], [products(kind) for kind in kinds[1:]], rtol=0, atol=0)
+    for rounded, native, exact in zip(found[0], products(kinds[0]), found[2], strict=True):
+        assert rounded.dtype is torch.bfloat16
+        assert (rounded - exact).abs().max() <= (native - exact).abs().max() + 1e-3
 
 
 def test_harness_delta_rule_is_megatrons_own_deterministic_one():
