@@ -717,6 +717,8 @@ FILES = {
     "not YAML": (b"a: [1\nb: 2\n", "preset/mine.yaml:2 is not YAML: expected ',' or ']'", "check quotes"),
     "tabs": (b"a:\n\tb: 2\n", "preset/mine.yaml:2 is not YAML: found character '\\t'", "check quotes"),
     "a key twice": (b"# @package _global_\na: 1\na: 2\n", "preset/mine.yaml:3 is not YAML: found duplicate key a", "check quotes"),
+    "base 8": (b"# @package _global_\nmodel: {depth: 010}\n", "preset/mine.yaml:2: `010` is 8 in YAML", "leading zero"),
+    "base 60": (b"# @package _global_\na: &a [1, 1:30.5, *a]\n", "preset/mine.yaml:2: `1:30.5` is 90.5 in YAML", "colon"),
     "a control character": (b"a: 1\x00\n", "preset/mine.yaml is not YAML: unacceptable character #x0000", "check quotes"),
     "a Python object": (
         b"# @package _global_\na: !!python/name:os.system\n", "preset/mine.yaml:2 is not YAML: could not determine", "check"),
