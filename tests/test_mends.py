@@ -24,6 +24,7 @@ PRETENDERS = {
     "nam_megatron/prove/ranks.py",
     "nam_megatron/prove/worker.py",
     "nam_megatron/runtime/oracle.py",
+    "nam_megatron/runtime/uncompiled.py",
     "nam_megatron/torchrun.py",  # torch's agent, of a command that is that and no more
 }
 # The mends that one trainer alone takes; any other is both trainers'.

@@ -859,7 +859,8 @@ def _deepseek(s: Said) -> Words:
     yield from base
     if kind == "yarn":
         yield from ("--rope-type", "yarn", *_yarn(s, scaling))
-        if len(said := [key for key in ("mscale", "mscale_all_dim") if scaling.get(key)]) == 1:  # 0 is none
+        said = [key for key in ("mscale", "mscale_all_dim") if scaling.get(key)]  # 0 is none
+        if len(said) == 1 and (said[0], scaling[said[0]]) != ("mscale", 1):  # by which it weighs where it has not both
             what = f"`rope_scaling.{said[0]}` without the other of `mscale` and `mscale_all_dim`"
             s.refuse("rope_scaling", what, "transformers' class weighs otherwise than Megatron then: say both")
         yield from (
