@@ -230,8 +230,9 @@ def _no_choice(group: str, wanted: str, options: Sequence[str], folders: Sequenc
         )
     if group == "preset" and (wanted.endswith(".json") or "/" in wanted) and not likely(name, options):
         hint = "`conf=` takes a config.json of Hugging Face, a folder with one, or a NAME; your own: `--config-dir FOLDER conf=NAME`"
-        what = "no `config.json` in" if Path(wanted).is_dir() else "no `config.json` or preset" * Path(wanted).exists()
-        return Problem(f"there is {what or 'no file'} `{clipped(wanted)}`", key=group, hint=hint, law="file-unknown")
+        path = Path(wanted)
+        what = "`config.json` in" if path.is_dir() else "`config.json` or preset" if path.exists() else "file"
+        return Problem(f"there is no {what} `{clipped(wanted)}`", key=group, hint=hint, law="file-unknown")
     close = likely(name, options)
     if group == "cluster" and close and re.sub(r"\d", "", close) == re.sub(r"\d", "", name):
         close = None  # another number is another machine

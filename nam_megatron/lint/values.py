@@ -263,12 +263,12 @@ class Args:
         """Whether another program's parser takes Megatron's flags under its own spelling, `--hidden_size`."""
         names, by_name = {w.partition("=")[0] for w in self.launch.words}, self.target.by_name
         spelt = [n for n in names if by_name(n) is None and by_name(n.replace("_", "-")) is not None]
-        return len(spelt) >= (FORKED if MEGATRONS.fullmatch(self.launch.script or "") else STRANGERS)
+        return len(spelt) >= (FORKED if self.of_megatron else STRANGERS)
 
     def _estrange(self) -> None:
         """Tell the flags of another parser from misspelt ones. What follows such flags belongs to them in ways that nobody knows here."""
         strange = [t for t in self.trouble if t.rule == "unknown-flag"]
-        forked = bool(MEGATRONS.fullmatch(self.launch.script or ""))
+        forked = self.of_megatron
         own = self._of_a_port or self._of_deepspeed or (self.launch.partial and not forked)
         least = 0.95 if len(strange) > FORKED else 0.92
         # Of one or of several: another program's word.
@@ -300,7 +300,7 @@ class Args:
         lengths = "num_layers encoder_num_layers hybrid_layer_pattern hybrid_override_pattern micro_batch_size train_iters train_samples"
         script = self.launch.script if self.launch.kind == "shell" and not self.launch.partial else None
         told = self.any_said(*lengths.split(), "use_checkpoint_args")
-        return bool(script) and not MEGATRONS.fullmatch(script or "") and not told
+        return bool(script) and not self.of_megatron and not told
 
     @cached_property
     def _of_a_port(self) -> bool:
@@ -320,7 +320,12 @@ class Args:
         own = [f for f in dict.fromkeys(self.foreign + unknown) if f not in REMOVED and SHAPING.search(f)]
         return own if stock else ["--spec", *own]
 
-    @property
+    @cached_property
+    def of_megatron(self) -> bool:
+        """Whether the script is one of Megatron's own, by its name."""
+        return bool(MEGATRONS.fullmatch(self.launch.script or ""))
+
+    @cached_property
     def of_flagscale(self) -> bool:
         """Whether FlagScale starts it, which brings a Megatron of its own."""
         keys = {line.split()[0] for line in self.launch.text.splitlines() if re.match(r"\w", line)}

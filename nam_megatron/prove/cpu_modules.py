@@ -246,8 +246,7 @@ def mamba2_scan(zxbcdt, conv_weight, conv_bias, dt_bias, A, *, D, headdim, ngrou
     left = (gone[..., None] - gone[..., None, :]).masked_fill(later, -torch.inf).exp()
     wide = torch.promote_types(left.dtype, x.dtype)
     scores = torch.einsum("bthn,bshn->bhts", C.to(wide), B.to(wide)) * left * dt.transpose(1, 2)[..., None, :]
-    y = torch.einsum("bhts,bshp->bthp", scores, x.to(wide))
-    y = y + D[:, None] * x
+    y = torch.einsum("bhts,bshp->bthp", scores, x.to(wide)) + D[:, None] * x
     return (y * F.silu(z).unflatten(-1, (heads, headdim))).flatten(-2)
 
 

@@ -12,7 +12,7 @@ import yaml
 from nam_megatron.lint.model import Model, known
 from nam_megatron.lint.rules.parser import incomplete, strangers
 from nam_megatron.lint.rules.rule import CONFIG, FAIL, FRAGILE, VALIDATE, Rule, listed, off
-from nam_megatron.lint.values import MEGATRONS, Args, Open, harmless
+from nam_megatron.lint.values import Args, Open, harmless
 
 WANTS = yaml.safe_load((Path(__file__).parent.parent / "wants.yaml").read_text(encoding="utf-8"))
 
@@ -56,10 +56,6 @@ def _lacking(a: Args, m: Model, which: str, given_elsewhere: bool = False) -> It
                 yield f"{a.written(name)}\twants {row['wants']}"
 
 
-def _of_megatron(a: Args) -> bool:
-    return bool(MEGATRONS.fullmatch(a.launch.script or ""))
-
-
 def idle(a: Args, m: Model, which: str = "idle") -> Iterator[str]:
     """Flags that do nothing, each with what it wants."""
     if a.launch.kind == "container" or (a.launch.kind == "yaml" and a.elsewhere):
@@ -95,7 +91,7 @@ RULES = (
         "companion-later",
         FAIL,
         "",
-        lambda a, m: (f for f in _lacking(a, m, "later") if not f.startswith("--split") or _of_megatron(a)),
+        lambda a, m: (f for f in _lacking(a, m, "later") if not f.startswith("--split") or a.of_megatron),
         "refused without what it stands on, after the start",
         "give what it wants, or leave it out",
         "core/optimizer/__init__.py, core/distributed/distributed_data_parallel.py, core/datasets/blended_megatron_dataset_config.py",

@@ -20,17 +20,7 @@ from nam_megatron.lint.rules.rule import (
     each,
     without,
 )
-from nam_megatron.lint.values import (
-    CHOICES,
-    MEGATRONS,
-    STRANGERS,
-    Args,
-    Trouble,
-    alike,
-    harmless,
-    nearly_a_choice,
-    set_where,
-)
+from nam_megatron.lint.values import CHOICES, STRANGERS, Args, Trouble, alike, harmless, nearly_a_choice, set_where
 
 # Old names, which 0.19.2 takes with a warning: a note.
 OLD = {
@@ -108,8 +98,7 @@ def own(a: Args) -> list[Trouble]:
 
 def forked(a: Args) -> bool:
     """Whether a program with a parser of its own reads these words, or a script of its own name with a flag of its own."""
-    script = a.launch.script
-    return a.forked or (script is not None and not MEGATRONS.fullmatch(script) and bool(a.foreign or _own(a)))
+    return a.forked or (a.launch.script is not None and not a.of_megatron and bool(a.foreign or _own(a)))
 
 
 def _own(a: Args) -> list[Trouble]:
@@ -193,7 +182,7 @@ def of_another(rule: Rule, a: Args) -> bool:
     if a.ported and rule.id not in ("given-twice", "not-the-card", "unknown-variable", "unknown-flag"):
         return rule.severity != DEFAULT
     of_yaml = rule.id == "conflict" and bool(YAML_CFG.search(a.launch.text))
-    return of_yaml or (forked(a) and (_of_parser(rule) or rule.id in OF_ITS_LAYERS))
+    return of_yaml or ((_of_parser(rule) or rule.id in OF_ITS_LAYERS) and forked(a))
 
 
 def _of_parser(rule: Rule) -> bool:
@@ -232,7 +221,9 @@ def _overrides(a: Args, name: str) -> bool:
 
 def _removed(a: Args, m: Model) -> list[str]:
     """One finding of all that an earlier Megatron had: a launch of its time has several."""
-    gone = {t.about: t.fix for t in a.trouble if t.rule == "removed-flag" and not forked(a)}
+    gone = {t.about: t.fix for t in a.trouble if t.rule == "removed-flag"}
+    if gone and forked(a):
+        return []
     if len(gone) < 2:
         return [f"{flag}\t\t{fix}" for flag, fix in gone.items()]
     return [f"{' '.join(gone)}\t\t{'; '.join(f'`{flag}`: {fix}' for flag, fix in gone.items())}"]
