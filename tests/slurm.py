@@ -12,14 +12,15 @@ import secrets
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from ports import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "scancel", "unshare")
 HOSTS = ("h1", "h2")
@@ -67,12 +68,6 @@ def lacking() -> str | None:
     if subprocess.run(["unshare", "-um", "true"], capture_output=True, check=False).returncode:
         return "no namespaces of its own: as root"
     return None
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from importlib import import_module
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import pytest
 from hf_configs import CONFIGS
+from ports import free_port
 from test_docs import DOCS, HOUR, PAGES, REPO
 from test_wheel import run, unpacked
 
@@ -211,10 +211,9 @@ def test_the_first_hour_from_a_run_to_a_comparison(tmp_path, shop):
     shutil.copytree(shop.parent / "mine", work.parent / "mine")
     work.mkdir()
     for command in runs:
-        with socket.socket() as free:  # the line has 29500, which another test's launch may hold
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        done = program(work, f"{command.removeprefix('nam ')} port={port}")
+        done = program(
+            work, f"{command.removeprefix('nam ')} port={free_port()}"
+        )  # the line has 29500, as other tests' launches may
         assert done.returncode == 0 and "completed" in done.stderr, done.stderr
     first, second, _ = sorted(
         path.name for path in (work / "receipts").iterdir() if path.is_dir() and not path.name.startswith(".")

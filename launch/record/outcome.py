@@ -135,7 +135,8 @@ def error(line: str) -> str | None:
         return None
     if found["name"]:
         name = found["name"].rpartition(".")[2]
-        return name if name in CLASSES else "an exception of another class"
+        taken = " (another process took the port after the checks: another port=)" if "name: EADDRINUSE" in line else ""
+        return name + taken if name in CLASSES else "an exception of another class"
     if found["ours"]:
         return "a refusal of the trainer's"
     return "NCCL" if found["nccl"] else "out of memory"

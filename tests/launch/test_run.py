@@ -21,6 +21,7 @@ import inject
 import pytest
 import stand_in
 from command import SERVER, _child
+from ports import free_port
 
 from launch.record import outcome, receipt, receipts
 from launch.record.redact import Redactor
@@ -76,12 +77,6 @@ class Launcher:
     def receipt(self) -> dict:
         (folder,) = receipt.folders(self.root)
         return receipt.read(folder)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def appears(path: Path) -> None:
@@ -449,11 +444,20 @@ def test_a_rank_that_calls_exit_says_its_end(tmp_path, left, code):
     assert (found["trainer_exit_code"], found["events"]["strange"]) == (code, 0)
 
 
-def test_a_rank_that_died_without_a_word_is_looked_for_in_the_log(tmp_path):
+TAKEN = "torch.distributed.DistNetworkError: The server socket has failed to listen. port: 29500, code: -98, name: EADDRINUSE, message: x"
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (OOM, "OutOfMemoryError, line 2 of the log, rank 0"),
+        (TAKEN, "DistNetworkError (another process took the port after the checks: another port=), line 2 of the log"),
+    ],
+)
+def test_a_rank_that_died_without_a_word_is_looked_for_in_the_log(tmp_path, line, reason):
     said_by(tmp_path, step(3))
-    (tmp_path / receipt.LOG).write_text(f"x\n{OOM}\nlater.Error: y")
-    expected = "torchrun ended with 1: no rank says why; OutOfMemoryError, line 2 of the log, rank 0"
-    assert ending(tmp_path, 1) == ("failed", 1, expected)
+    (tmp_path / receipt.LOG).write_text(f"x\n{line}\nlater.Error: y")
+    assert ending(tmp_path, 1) == ("failed", 1, f"torchrun ended with 1: no rank says why; {reason}")
 
 
 @pytest.mark.parametrize("what", ["source", "plan"])

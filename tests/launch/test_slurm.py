@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import slurm
+from ports import free_port
 
 from launch.record import outcome, receipt, receipts
 from nam_megatron.tracker import TRACKER
@@ -35,7 +36,7 @@ class Job:
         self.scheduler, self.at, self.receipts = scheduler, at, at / "receipts"
         path = f"{Path(sys.executable).parent}:{scheduler.environ['PATH']}"
         self.environ = {"PATH": path, "PYTHONPATH": str(ROOT)}
-        port = slurm.free_port()
+        port = free_port()
         words = (
             *SMALL, f"cluster.storage.receipts={self.receipts}", f"cluster.storage.scratch={at}/scratch", f"port={port}", *words,
         )  # fmt: skip
