@@ -34,7 +34,7 @@ from nam_megatron.blocks.mamba2 import layer as mamba2
 from nam_megatron.blocks.mamba2.block import Mamba2
 from nam_megatron.blocks.moe import experts as on_gpu
 from nam_megatron.blocks.moe import layer as moe
-from nam_megatron.blocks.moe import quack_gemm
+from nam_megatron.blocks.moe import quack_gemm, travel
 from nam_megatron.blocks.moe.torch_gemm import TorchGemm
 from nam_megatron.errors import Refused
 from nam_megatron.packages import FLASH_PACKAGES, QUACK
@@ -417,6 +417,57 @@ def test_gathered_tokens_train_what_exchanged_ones_do(layout, forked):
     expected = train(Case("*E-E", microbatches=4, **layout))
     assert found.losses == pytest.approx(expected.losses, rel=1e-6)
     torch.testing.assert_close(found.gradients, expected.gradients, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("forked", [False, True], ids=["", "router"])
+def test_each_half_of_the_shared_expert_runs_while_tokens_or_their_sum_travel(forked):
+    """In both directions: what is under way in each journey's time, in the order in which a GPU gets it."""
+
+    def order(rig):
+        told: list[str] = []
+        start, end = travel.Trip.start, travel.Trip.end
+
+        def left(trip, send, x):
+            told.append(f"{send.__name__} leaves")
+            return start(trip, send, x)
+
+        def arrived(trip):
+            told.append("arrives")
+            return end(trip)
+
+        travel.Trip.start, travel.Trip.end = left, arrived  # in this rank, a process of its own
+        (layer,) = (m for m in rig.model.modules() if isinstance(m, MoELayer))
+        for part in ("experts", "shared_experts"):
+            for name in ("linear_fc1", "linear_fc2"):
+                linear = getattr(getattr(layer, part), name)
+                linear.register_forward_hook(lambda *_, what=f"{part} {name[-3:]}": told.append(what))
+                weight = next(linear.parameters())
+                weight.register_hook(lambda _, what=f"{part} {name[-3:]} back": told.append(what))
+        harness.step(rig)
+        return told
+
+    case = Case("*E", dispatcher="gathered", expert_gemm="torch", keys={"moe": {"fused_router_gradient": forked}})
+    there = [
+        "gather leaves",
+        "exchange leaves",
+        "shared_experts fc1",
+        "arrives",
+        "arrives",
+        "experts fc1",
+        "experts fc2",
+    ]
+    there += ["scatter leaves", "shared_experts fc2", "arrives"]
+    back = [
+        "gather leaves",
+        "shared_experts fc2 back",
+        "arrives",
+        "experts fc2 back",
+        "experts fc1 back",
+        "scatter leaves",
+    ]
+    back += ["exchange leaves", "shared_experts fc1 back", "arrives", "arrives"]
+    for told in on_ranks(dataclasses.replace(case, dp=2, ep=2, microbatches=2), order):
+        assert told == [*there, *back]
 
 
 def copies(monkeypatch, ddp, rig):
