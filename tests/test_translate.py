@@ -718,6 +718,8 @@ FILES = {
     "tabs": (b"a:\n\tb: 2\n", "preset/mine.yaml:2 is not YAML: found character '\\t'", "check quotes"),
     "a key twice": (b"# @package _global_\na: 1\na: 2\n", "preset/mine.yaml:3 is not YAML: found duplicate key a", "check quotes"),
     "base 8": (b"# @package _global_\nmodel: {depth: 010}\n", "preset/mine.yaml:2: `010` is 8 in YAML", "leading zero"),
+    "no name": (b"# @package _global_\nmodel:\n  null: 3\n", "preset/mine.yaml:3: `null` cannot be a key", "a key is a name"),
+    "a list for a name": (b"# @package _global_\n? [a]\n: 3\n", "preset/mine.yaml:2: a list or mapping cannot be a key", "name"),
     "base 60": (b"# @package _global_\na: &a [1, 1:30.5, *a]\n", "preset/mine.yaml:2: `1:30.5` is 90.5 in YAML", "colon"),
     "a control character": (b"a: 1\x00\n", "preset/mine.yaml is not YAML: unacceptable character #x0000", "check quotes"),
     "a Python object": (

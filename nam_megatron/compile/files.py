@@ -28,6 +28,7 @@ HEADER = 512  # characters in which Hydra looks for its header
 MOST = 100_000  # values of a file, each use of an anchor counted
 MOST_BYTES = 2**21  # of a file; YAML is read at a megabyte a second and more than once
 NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+NO_NAMES = (*NUMBERS, "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null", "tag:yaml.org,2002:timestamp")
 OTHER_BASE = re.compile(r"[-+]?0[0-7_]*[1-7][0-7_]*|.*:.*")
 Seen = dict[Path, tuple[int, int, int] | None]  # files as they were when they were looked for
 GLOBAL = ("preset", "overlay")  # groups whose files lay themselves over the whole recipe
@@ -160,7 +161,7 @@ def _read(file: Path, bytes_: int, _written: tuple[int, int]) -> Read:
         node = compose(text)
     except yaml.MarkedYAMLError:
         node = yaml.compose(text, Loader=yaml.SafeLoader)  # the same complaint, in better words
-    raise_if(_of_another_base(node, file))
+    raise_if(_misread(node, file))
     if (found := size(node, {})) > MOST:
         message = f"`{file}` has {found} values, its anchors written out"
         raise Refused(Problem(message, hint=f"{MOST} are enough", law="anchors-too-many"))
@@ -201,14 +202,21 @@ def in_use() -> set[str]:
     return {word for word in _defaults(read(conf_dir() / "recipe.yaml").config) if word != "_self_"}
 
 
-def _of_another_base(root: yaml.Node | None, file: Path) -> Iterator[Problem]:
-    """`010` is 8 in YAML 1.1, and `1:30` 90."""
+def _misread(root: yaml.Node | None, file: Path) -> Iterator[Problem]:
+    """What is no name where YAML takes a key; `010`, which is 8 in YAML 1.1, and `1:30`, 90."""
     left, seen = [root], set()
     while left:
         node = left.pop()
         if isinstance(node, yaml.CollectionNode) and id(node) not in seen:
             seen.add(id(node))  # an anchor may stand in itself
             left += [child for part in node.value for child in (part if isinstance(part, tuple) else (part,))]
+            for key in (part[0] for part in node.value if isinstance(part, tuple)):
+                if isinstance(key, yaml.CollectionNode) or key.tag in NO_NAMES:
+                    shown = f"`{key.value}`" if isinstance(key, yaml.ScalarNode) else "a list or mapping"
+                    message = f"{short(file)}:{key.start_mark.line + 1}: {shown} cannot be a key"
+                    yield Problem(
+                        message, hint="a key is a name: a number, a truth value or null is none", law="key-malformed"
+                    )
         elif isinstance(node, yaml.ScalarNode) and node.tag in NUMBERS and OTHER_BASE.fullmatch(node.value):
             message = (
                 f"{short(file)}:{node.start_mark.line + 1}: `{node.value}` is {yaml.safe_load(node.value)} in YAML"
