@@ -118,6 +118,22 @@ def test_a_step_goes_to_another_device_with_all_that_it_holds():
     assert modeling_nam.Step(None, 0, torch.ones(1, 2), None, None, {}).to("meta").seen is None
 
 
+def test_tokens_that_a_layer_of_another_device_has_chosen_are_taken_over(exports, monkeypatch):
+    def scatter(tensor, dim, index, value, plain=torch.Tensor.scatter):
+        assert index.device == tensor.device  # as a GPU asks it, and `meta` does not
+        return plain(tensor, dim, index, value)
+
+    monkeypatch.setattr(torch.Tensor, "scatter", scatter)
+    model = open_model(exports / "author")
+    layers = [m for m in model.modules() if isinstance(m, modeling_nam.Dsa)]
+    reader = next(m for m in layers if m.source is not None)
+    chooser = next(m for m in layers if m.index == reader.source)
+    step = modeling_nam.Step(None, 0, torch.arange(9)[None], None, None, {})
+    x = torch.ones(1, 9, model.config.hidden_size, dtype=model.dtype)
+    chooser(x, step)
+    assert reader.to("meta")(x.to("meta"), step.to("meta")).shape == x.shape
+
+
 def test_a_tensor_of_another_shape_is_not_drawn_anew_whatever_is_asked_of_transformers(exports):
     config = export.config_of(exports / "learned")
     config.vocab_size += 1

@@ -451,7 +451,7 @@ class Dsa(Latent):
                 scores = self.indexer.scores(*(part[:, first:last] for part in index[:2]), index[2])
                 picked.append(self.pick(scores.masked_fill(~visible, -torch.inf), first))
             chosen = torch.zeros(len(rows), last - first, rows.size(1), dtype=torch.bool, device=rows.device)
-            chosen = chosen.scatter(-1, picked[block], True) & visible
+            chosen = chosen.scatter(-1, picked[block].to(rows.device), True) & visible
             parts.append(self.over_latents(query[:, first:last], rows, chosen))
         return torch.cat(parts, 1)
 
