@@ -692,6 +692,8 @@ BAD = {
     "a preset twice": (["conf=nam56r", "preset=nam56r_smoke"], "`conf` is given twice: `nam56r` and `nam56r_smoke`"),
     "a key twice, once added": (["conf=nam56r", "++model.depth=14", "+model.depth=13"], "`model.depth` is given twice: `14` and"),
     "a key twice, once in a mapping": (["conf=nam56r", "model={depth: 13}", "model.depth=14"], "`model.depth` is given twice: `13` and"),
+    "a key twice in one mapping": (["conf=nam56r", "model={mtp: {x: 1}, depth: 13, depth: 14}"], "`depth` is given twice: `13` and `14`"),
+    "a key twice in a mapping of a list": (["conf=nam56r", "data.parts=[{path: a, path: a}]"], "`path` is given twice: `a` and"),
     "an overlay twice": (["conf=nam56r", "+overlay=fused", "+overlay=tp_sp"], "`overlay` is given twice: `fused` and `tp_sp`",
         "to lay all: `+overlay=[fused,tp_sp]`"),
     "a layout": (["conf=nam56r", "parallel.expert=16"], "8 GPUs cannot hold pipeline 1 x expert 16 x expert tensor 1 = 16 @ "

@@ -114,6 +114,8 @@ def _merged(
 def _read(texts: Sequence[str], folders: Sequence[Path]) -> list[Word]:
     try:
         return [word(text, folders) for text in texts]
+    except Refused:
+        raise
     except Exception as err:
         raise Refused(problem(err)) from None
 

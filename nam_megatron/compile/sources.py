@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser import overrides_parser, overrides_visitor
 
 from nam_megatron.compile.files import read
 from nam_megatron.conf import READ_FROM, conf_dir, short
-from nam_megatron.errors import Problem, quoted, raise_if
+from nam_megatron.errors import Problem, quoted, raise_if, raise_if_twice
 from nam_megatron.recipe.keys import config_at
 from nam_megatron.words.setting import leaves
 
@@ -47,9 +47,21 @@ class Word:
         return f"command line: {clipped(text)}"
 
 
+class Once(overrides_visitor.HydraOverrideVisitor):
+    """Hydra's own takes the last of a key that stands twice in one `{...}`, without a word."""
+
+    def visitDictContainer(self, ctx: Any) -> dict[str, Any]:
+        pairs = [ctx.getChild(i) for i in range(1, ctx.getChildCount() - 1, 2)]
+        raise_if_twice((str(self.visitDictKey(pair.getChild(0))), pair.getChild(2).getText()) for pair in pairs)
+        return super().visitDictContainer(ctx)
+
+
+overrides_parser.HydraOverrideVisitor = Once
+
+
 def word(text: str, folders: Sequence[Path]) -> Word:
     """A word as Hydra reads it. Raises what Hydra raises."""
-    (override,) = OverridesParser.create().parse_overrides([text])
+    (override,) = overrides_parser.OverridesParser.create().parse_overrides([text])
     value = override.value()
     group = any(next((root / override.key_or_group).glob("*.yaml"), None) for root in (conf_dir(), *folders))
     return Word(text, override.key_or_group.replace("/", "."), value, group and not isinstance(value, dict), override)
