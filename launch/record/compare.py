@@ -27,8 +27,8 @@ SHOWN = 60  # characters of a value
 ANYWAY = "`--anyway` does it all the same, marked as a rumor"
 # Where receipts can differ.
 PLACES = (
-    "recipe", "data", "source.trees", "patches", "mends", "outcome.mends", "host", "job.packages", "job.overlay", "job.diagnostic",
-    "environ",
+    "recipe", "data", "source.trees", "patches", "mends", "outcome.mends", "outcome.loaded", "host", "job.packages", "job.overlay",
+    "job.diagnostic", "environ",
 )  # fmt: skip
 # Outside the recipe: what changes how a run is carried out, not what it computes, but for the host's software. A key stands for all below.
 EXECUTION = ("job", "host", "source.trees.launch", "environ")

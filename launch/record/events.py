@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from nam_megatron.events import FILE, REASONS
 LONGEST = 1 << 16  # characters of a line
 LARGEST = 1 << 53  # of a number that counts something
 INFINITE = ("nan", "inf", "-inf")  # as JSON has them
+HASH = re.compile(r"[0-9a-f]{64}")
 WELL = ("done", "signal", "planned stop")
 FIGURES = {
     "ms": steps.TIME, "loss": steps.LOSS, "grad_norm": steps.NORM, "tflops": steps.TFLOPS, "lr": "learning rate",
@@ -29,7 +31,8 @@ class Events:
     """What came of a run by its own word. world: how many ranks there are; planned: steps, interval: of them from line to line.
 
     ends: how each rank has ended, badly where its last process said so; last: what each has said last.
-    loaded: steps of checkpoints, 0 of none; firsts: the step that each process said first.
+    loaded: steps of checkpoints, 0 of none; begun: the first of them, with the hash of its checksums; firsts: the step that each process
+    said first.
     again: a step that one process said after it, a later one, or its end; early: one that it said before its start; stray: one that
     another process than the last rank's newest said; worlds: of how many ranks somebody said to be one. made_of: hashes of the code and
     the plan that the receipt tells of; other: which of them is another's of a process.
@@ -46,6 +49,7 @@ class Events:
     starts: Counter[int] = field(default_factory=Counter)
     mends: Mapping[str, Any] | None = None
     loaded: set[int] = field(default_factory=lambda: {0})
+    begun: Mapping[str, Any] | None = None
     firsts: set[int] = field(default_factory=set)
     strange: int = 0
     missing: int = 0
@@ -99,14 +103,18 @@ class Events:
             self._at.setdefault((rank, event["pid"]), 0)
             self.ends.pop(rank, None)
             self.worlds.add(event["world"])
-            self.other = self.other or next((k for k, was in self.made_of.items() if event.get(k) != was), None)
             self.world = max(self.world, event["world"])
+        if kind in ("start", "built"):
+            said = self.made_of if kind == "start" else self.made_of.keys() & event.keys()
+            self.other = self.other or next((key for key in said if event.get(key) != self.made_of[key]), None)
         self.last[rank] = event
         if kind == "end" and event["pid"] == self._process.get(rank, event["pid"]):
             if went_well(self.ends.get(rank)):  # a bad end stays
                 self.ends[rank] = event
         elif kind == "loaded":
             self.loaded.add(event["step"])
+            sums = str(event.get("sha256"))
+            self.begun = self.begun or {"step": event["step"], "sha256": sums if HASH.fullmatch(sums) else None}
         elif kind == "mends":
             self.mends = dict(event["stood"])
         elif kind == "step":

@@ -30,7 +30,6 @@ CLASSES = {n for n, o in vars(builtins).items() if isinstance(o, type) and issub
     "InductorError", "CompilationError", "OutOfResources", "PTXASError", "CheckpointException", "CheckpointingException",
     "JSONDecodeError", "CalledProcessError", "TimeoutExpired", "UnpicklingError", "ValidationError",
 }  # fmt: skip
-HASH = re.compile(r"[0-9a-f]{64}")
 TRAINER_CODE = re.compile(r"^\s*exitcode\s*:\s*(-?\d{1,9})\b")
 NCCL_RANK = re.compile(
     r"\brank (\d{1,6}) nranks (\d{1,6}) cudaDev (\d{1,3})(?: nvmlDev (\d{1,3}))? busId ([0-9a-fA-F]{1,10})\b"
@@ -54,9 +53,9 @@ def of_run(folder: Path, receipt: Mapping[str, Any]) -> dict[str, Any]:
         made_of = {"source": at(receipt, "source.trees.nam_megatron"), "plan": at(receipt, "plan.sha256")}
         found = events.read(folder, nonce, world, job.get("train_steps"), job.get("log_interval"), **made_of)
         said, started, ended, last, failure = found.said, found.started, found.over, found.last_step, found.failure
-        code, more = failure and failure["code"], {"hole": found.hole, "events": found.facts()}
+        code, more = failure and failure["code"], {"hole": found.hole, "events": found.facts(), "loaded": found.begun}
         mends = found.mends and {
-            name: sha for name, sha in found.mends.items() if name in MENDS and HASH.fullmatch(str(sha))
+            name: sha for name, sha in found.mends.items() if name in MENDS and events.HASH.fullmatch(str(sha))
         }
         reason = blamed(failure) if failure else first and f"no rank says why; {told(first)}"
     else:

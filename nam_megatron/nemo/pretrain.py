@@ -56,7 +56,8 @@ class Readings(Callback):
         self.state = context.state
         HEART.built()
         READINGS.built()
-        record.loaded(context.state.train_state.step)
+        begun = context.state.cfg.checkpoint
+        record.loaded(context.state.train_state.step, begun.load, begun.pretrained_checkpoint)
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         READINGS.step(context.state.train_state.step)

@@ -23,12 +23,14 @@ from nam_megatron.judge import resume, same
 from nam_megatron.judge.resume import DATA, PLAN, SIGNED, of_others, weights_alone
 from nam_megatron.recipe import Recipe
 from nam_megatron.runtime import checksums
-from nam_megatron.tracker import TRACKER
+from nam_megatron.tracker import RELEASE, TRACKER
 from nam_megatron.words.regular import irregular
 from nam_megatron.words.whole import write_whole
 
 LOCK = "run.lock"
 SAVING: dict[Path, int] = {}  # folders that this process saves into, and their locks
+# Folders that this process has judged, their newest step then, and the hash of its checksums.
+JUDGED: dict[Path, tuple[str, str]] = {}
 FOREIGN = re.compile(r"GLOBAL ([\w.]{1,80})")  # in what torch says of a class that may not be loaded
 # All that the index of a checkpoint is made of (torch 2.11), by module. Nothing else is looked up while it is read.
 INDEX = {
@@ -79,6 +81,21 @@ def damage(folder: Path, *, thorough: bool = True) -> Iterator[Problem]:
     found = list(dict.fromkeys((*checksums.damage(step, thorough=thorough), *of_index(step, thorough=thorough))))
     found += [f"`{path.name}` is cut off" for path in sorted(step.glob("*.pt")) if not zipfile.is_zipfile(path)]
     yield from (Problem(f"checkpoint `{step}` is damaged: {what}", key="schedule.load", hint=hint) for what in found)
+    if not found:
+        JUDGED[folder] = step.name, checksums.whole(step)
+
+
+def exchanged(load: str | None, step: int) -> Iterator[Problem]:
+    """Whether another checkpoint was loaded than was judged, `step` or none: without a tracker Megatron starts from random weights."""
+    if load is None or (judged := JUDGED.get(folder := Path(load))) is None:
+        return
+    name, sums = judged
+    with contextlib.suppress(OSError):
+        loaded = tracker.word(folder) == RELEASE if name == RELEASE else name == f"iter_{step:07d}"
+        if loaded and checksums.whole(folder / name) == sums:
+            return
+    message = f"`{folder}` was changed after it was looked at: its `{name}` was not loaded"
+    yield Problem(message, key="schedule.load", hint="start again once nobody writes there")
 
 
 def untold(folder: Path) -> Iterator[str]:

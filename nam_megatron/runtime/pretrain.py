@@ -42,7 +42,7 @@ from nam_megatron.compile.plan import Plan
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.events import RECORD, early
 from nam_megatron.mends import Trainer, install, whole_step
-from nam_megatron.runtime import cross_entropy, record, word_embedding
+from nam_megatron.runtime import checkpoint, cross_entropy, record, word_embedding
 from nam_megatron.runtime.gauges import GAUGES
 from nam_megatron.runtime.heartbeat import HEART
 from nam_megatron.runtime.nonfinite import Watch
@@ -367,7 +367,9 @@ def datasets(sizes: Sequence[int | None], vp_stage: int | None = None) -> tuple[
     if not vp_stage:
         HEART.built()
         READINGS.built()  # Megatron asks for data once model and optimizer are there
-        record.loaded(getattr(args, "iteration", 0))
+        step = getattr(args, "iteration", 0)
+        raise_if(checkpoint.exchanged(args.load, step))
+        record.loaded(step, args.load)
     kind, config = dataset_config(args)
 
     def built_here() -> bool:

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from nam_megatron.events import RECORD
+from nam_megatron.events import PACKAGE, RECORD
+from nam_megatron.words.tree import tree_hash
 
 MARK = "nam_megatron.readings"
 
@@ -78,7 +79,8 @@ def _say(when: str, step: int, **more: Any) -> None:
     """In one write: the ranks of a host share a pipe, which keeps lines of less than 4096 bytes whole."""
     found = {"step": step, **memory(), **more}
     if when == "built":
-        RECORD.say("built", **found)
+        source = tree_hash(PACKAGE.parent, PACKAGE.name)  # of which much was imported since the start
+        RECORD.say("built", **found, source=source)
     else:
         RECORD.say("memory", when=when, **found)
     reading = {"rank": int(os.environ["RANK"]), "when": when, **found}

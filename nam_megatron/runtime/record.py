@@ -9,11 +9,13 @@ count. Where Megatron logs, so at a process's first step and at each `log_interv
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from nam_megatron.events import RECORD
+from nam_megatron.runtime import checkpoint
 from nam_megatron.runtime.gauges import GAUGES
 from nam_megatron.runtime.readings import memory
 
@@ -49,10 +51,13 @@ def last_rank() -> bool:
     return torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
 
 
-def loaded(step: int) -> None:
-    """The model is there, of a checkpoint where that is not step 0."""
-    if step and not torch.distributed.get_rank():
-        RECORD.say("loaded", step=step)
+def loaded(step: int, *folders: str | None) -> None:
+    """The model is there; folders: that it may have begun with, the first that there is. Of weights alone the step is 0."""
+    sums = next(
+        (checkpoint.JUDGED[Path(name)][1] for name in folders if name and Path(name) in checkpoint.JUDGED), None
+    )
+    if (step or sums) and not torch.distributed.get_rank():
+        RECORD.say("loaded", step=step, sha256=sums)
 
 
 def number(value: Any) -> float | None:

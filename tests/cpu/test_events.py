@@ -16,8 +16,9 @@ from test_train import logged, poison, run
 
 from launch.record import events, oom, outcome, steps
 from launch.run.run import ended
-from nam_megatron.events import FILE, NONCE, Record
-from nam_megatron.runtime import record
+from nam_megatron.events import FILE, NONCE, PACKAGE, Record
+from nam_megatron.runtime import checksums, record
+from nam_megatron.words.tree import tree_hash
 
 SHORT = ("schedule.train_steps=5", "schedule.decay_steps=5", "optim.warmup_steps=0", "optim.lr=0.01")
 TWO = (*SHORT, "cluster=h200_2", "parallel.pipeline=2", "model.letters.E=mlp")
@@ -88,7 +89,10 @@ def test_commands_that_go_on_append_with_a_start_of_their_own(tmp_path):
     whole = told(tmp_path, *save, f"schedule.load={tmp_path}/ckpt")
     assert whole[: len(first)] == first and whole[len(first)]["event"] == "start"
     second = whole[len(first) :]
-    assert [one["step"] for one in of(second, "loaded")] == [2] and second[0]["n"] == 1
+    sums = checksums.whole(tmp_path / "ckpt/iter_0000002")
+    assert [(one["step"], one["sha256"]) for one in of(second, "loaded")] == [(2, sums)] and second[0]["n"] == 1
+    assert outcome.of_run(tmp_path, {"nonce": "mine"})["loaded"] == {"step": 2, "sha256": sums}
+    assert {one["source"] for one in of(second, "start", "built")} == {tree_hash(PACKAGE.parent, PACKAGE.name)}
     assert [one["step"] for one in of(whole, "step")] == [1, 2, 3, 4]
     assert [(one["event"], one["step"]) for one in of(whole, "saving", "saved")] == [
         ("saving", 2), ("saved", 2), ("saving", 4), ("saved", 4),

@@ -280,6 +280,20 @@ def test_a_next_stage_over_two_ranks_is_the_stage_of_one(at_two, tmp_path, layou
     assert [float(rate) for rate in ends] == [pytest.approx(0.0004)]
 
 
+@pytest.mark.parametrize("said", [None, "4"])
+def test_a_checkpoint_that_was_exchanged_once_it_was_judged_is_refused(whole, tmp_path, said):
+    """Megatron began with random weights where its tracker was gone by then, and with whatever step it named."""
+    folder = tmp_path / "ckpt"
+    shutil.copytree(whole[0], folder)
+    (folder / TRACKER).write_text("2")
+
+    def late() -> None:
+        checkpoint.sign = lambda _: (folder / TRACKER).write_text(said) if said else (folder / TRACKER).unlink()
+
+    (rank,) = run(tmp_path, *SIX, *UNSAVED, f"schedule.load={folder}", before=late)
+    assert rank.code == 2 and "was changed after it was looked at: its `iter_0000002` was not loaded" in rank.err
+
+
 @pytest.mark.parametrize(
     ("words", "key"),
     [

@@ -62,6 +62,16 @@ def test_other_data_at_the_same_path_is_another_computation():
     assert "note:" not in compare.table([made("one"), made("two", **data("bb"))])  # random tokens have no hashes
 
 
+def test_another_beginning_at_the_same_path_is_another_computation():
+    """Two imports written to one folder, one after the other, and a run from random weights."""
+    runs = [made(name) for name in ("one", "two", "three")]
+    for run, loaded in zip(runs, ("a" * 64, "b" * 64, None), strict=True):
+        run["outcome"] = run["outcome"] | {"loaded": loaded and {"step": 0, "sha256": loaded}}
+        assert Redactor({}).tree(run["outcome"]) == run["outcome"]
+    for pair in (runs[:2], runs[1:]):
+        assert "outcome.loaded.sha256" in dict(dict(compare.differences(pair))["changes the computation"])
+
+
 @pytest.mark.parametrize("key", compare.LINEAGE)
 def test_another_lineage_is_refused_by_its_name_and_a_rumor_with_anyway(key):
     pair = [made("one"), made("two", lineage=LINEAGE | {key: "else"})]

@@ -480,6 +480,22 @@ def test_who_trained_with_other_code_or_another_plan_completed_no_run_of_this_re
         assert outcome.of_run(tmp_path, {"nonce": "mine", **told})["hole"] == reason
 
 
+def test_code_that_was_edited_while_it_was_imported_is_no_code_of_this_receipt(tmp_path):
+    """Torch alone takes seconds to import, and our modules come after it."""
+    (tmp_path / "plan.json").write_text("{}")
+    record = events.Record()
+    record.start(tmp_path / "plan.json", {"NAM_MEGATRON_RUN": "mine"}, "megatron")
+    sizes = dict.fromkeys(("allocated", "peak_allocated", "reserved", "peak_reserved"), 1)
+    for said in ({"event": "built", "step": 0, **sizes, "source": "0"}, step(2), step(5)):
+        record.say(**said)
+    record.done = 5
+    record.end("done", 0)
+    trees = {"nam_megatron": tree_hash(Path(events.__file__).parents[1], "nam_megatron")}
+    told = {"job": {"train_steps": 5, "log_interval": 3, "world": 1}, "source": {"trees": trees}}
+    hole = outcome.of_run(tmp_path, {"nonce": "mine", **told})["hole"]
+    assert hole == "a process had another source than this receipt tells of"
+
+
 def test_nam_takes_no_module_from_the_folder_it_stands_in(monkeypatch):
     """`nam launch run` in a clone of Megatron-LM checked the installed one and trained the clone's."""
     lowering = translate(load("nam56r_smoke"))
