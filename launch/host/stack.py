@@ -1,8 +1,11 @@
 """The software of a training host: locked in stack.toml, compared with what is installed, and asked what it was built for."""
 
+import hashlib
 import importlib.metadata
 import json
+import re
 import shlex
+import site
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -112,7 +115,22 @@ def _package(entry: Mapping[str, Any]) -> Package:
 def versions(lock: Lock) -> dict[str, str | None]:
     """Installed versions by package, from their metadata: nothing is imported."""
     names = (*(p.name for p in lock.packages), *ALSO)
-    return {"python": sys.version.split()[0], **{name: packages.installed(name) for name in names}}
+    known = {name: packages.installed(name) for name in names}
+    return {"python": sys.version.split()[0], "startup": startup(), **known}
+
+
+def startup() -> str | None:
+    """A hash of the code that Python runs by itself at its start: what `.pth` files say beside folders, the modules that they name,
+    sitecustomize and usercustomize; None where there is none. It may change whatever is trained, and no package's version tells.
+    """
+    folders = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else ())]
+    files = [path for folder in folders for path in sorted(Path(folder).glob("*.pth"))]
+    lines = [line for path in files for line in path.read_text(errors="replace").splitlines()]
+    run = [line for line in lines if line.startswith(("import ", "import\t"))]
+    names = sorted({"sitecustomize", "usercustomize", *re.findall(r"\w+", " ".join(run))} & sys.modules.keys())
+    modules = [getattr(sys.modules[name], "__file__", None) for name in names]
+    texts = [*(line.encode() for line in run), *(Path(file).read_bytes() for file in modules if file)]
+    return hashlib.sha256(b"\0".join(texts)).hexdigest()[:16] if texts else None
 
 
 def probe(lock: Lock, environ: Mapping[str, str], seconds: float = SECONDS) -> dict[str, dict[str, Any]]:

@@ -230,7 +230,9 @@ LONG_NUMBER = re.compile(r"(?<![\w.])(?:\d[ -]?){12,}")
 # Bytes in hexadecimal digits, of a network card's address or of a key; a place on the PCI bus has fewer, a list of numbers no letter.
 BYTES = re.compile(r"(?<![^\W_])(?=[\d:;, -]{0,48}[A-Fa-f])(?:[0-9A-Fa-f]{2}[:;, -]{1,2}){5,}[0-9A-Fa-f]{2}(?![^\W_])")
 # Keys whose values are hashes that we made.
-HASHES = ("revision", "tree", "sha256", "diff_sha256", "nam_megatron", "launch", "uuid", "seal", "before", "id")
+HASHES = (
+    "revision", "tree", "sha256", "diff_sha256", "nam_megatron", "launch", "uuid", "seal", "before", "id", "startup",
+)  # fmt: skip
 MENDED = "mends"  # {name: hash}: what stood, which `<text>` would make alike
 HASH = re.compile(r"[0-9a-f]{7,64}")
 

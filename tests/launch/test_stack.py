@@ -10,11 +10,14 @@ import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
 
 from launch.host import patch, patches, stack
+from launch.record import compare
+from launch.record.redact import Redactor
 from nam_megatron import packages
 from nam_megatron.errors import Refused
 from nam_megatron.recipe import load
@@ -158,6 +161,26 @@ def test_this_host_has_the_python_packages_and_not_the_extensions():
     found = stack.versions(LOCK)
     assert found["megatron-core"] == "0.19.2" and found["transformer-engine-torch"] is None
     assert ("lock", "transformer-engine-torch is not installed, and the lock says 2.20.2") in failures(found)
+
+
+def test_what_python_runs_at_its_start_is_known_by_its_code(tmp_path, monkeypatch):
+    """A sitecustomize of three lines multiplies the loss, and every version is the same."""
+    monkeypatch.setattr(stack.site, "getsitepackages", lambda: [str(tmp_path)])
+    monkeypatch.setattr(stack.site, "ENABLE_USER_SITE", False)
+    for name in ("sitecustomize", "usercustomize"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    (tmp_path / "editable.pth").write_text("/some/checkout\n")
+    assert stack.versions(LOCK)["startup"] is None
+    (tmp_path / "hook.pth").write_text("import hook; hook.go()\n")
+    seen = [stack.startup()]
+    for name in ("hook", "sitecustomize"):
+        (file := tmp_path / f"{name}.py").write_text("1")
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__file__=str(file)))
+        seen.append(stack.startup())
+        file.write_text("2")
+        seen.append(stack.startup())
+    assert Redactor({}).tree({"startup": seen[-1]}) == {"startup": seen[-1]}
+    assert len(set(seen)) == len(seen) and compare.executes("host.versions.startup") is False
 
 
 def test_which_megatron_would_be_imported(queue, unpacked, monkeypatch):
