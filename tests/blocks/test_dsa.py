@@ -245,6 +245,16 @@ def test_full_recompute_changes_no_bit_however_layers_are_grouped(kernels, layou
         assert not differ, f"{method}, {layers} layers: {differ}"
 
 
+def test_a_loss_is_told_once_though_its_layer_runs_twice(kernels):
+    def job(rig):
+        theirs.DSAIndexerLossLoggingHelper.tracker = {}
+        harness.step(rig)
+        return theirs.DSAIndexerLossLoggingHelper.tracker["values"].tolist()
+
+    once, again = (on_ranks(replace(CASE, config=config), job) for config in (CASE.config, full("uniform", 1)))
+    assert again == once and any(once[0])
+
+
 def test_full_recompute_parts_stock_layers_from_their_top_k(kernels):
     """Why features/recompute.py refuses it for them alone."""
     kernels("megatron")

@@ -1,4 +1,5 @@
-"""Routing maps with the last expert first, and where its rows begin; with TRITON_INTERPRET=1 the same on a CPU."""
+"""Experts' own kernels: routing maps with the last expert first, and where its rows begin; gradients added to a buffer. With
+TRITON_INTERPRET=1 the same on a CPU."""
 
 import os
 
@@ -6,6 +7,7 @@ import pytest
 import torch
 
 from nam_megatron.blocks.moe.experts import last_first
+from nam_megatron.blocks.moe.torch_gemm import ADDED, add_to
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [pytest.mark.usefixtures("ready"), *([] if INTERPRETED else [pytest.mark.gpu])]
@@ -28,3 +30,13 @@ def test_the_same_turned_around(tokens, experts, share, dtype):
         assert bounds.bounds.dtype == torch.int32 and bounds.bounds[0] == 0
         assert torch.equal(counts.long(), chosen.flip(1).sum(0))
         assert torch.equal(torch.autograd.grad(turned, probs, back)[0], back.flip(1))
+
+
+@pytest.mark.parametrize("size", [1, ADDED, 2 * ADDED + 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_are_added_to_what_is_there_and_to_nothing_behind_it(size, dtype):
+    torch.manual_seed(0)
+    buffer, more = torch.randn(size + 5, device=DEVICE), torch.randn(size, device=DEVICE).to(dtype)
+    wanted = torch.cat([buffer[:size] + more.float(), buffer[size:]])
+    add_to(buffer[:size], more)
+    assert torch.equal(buffer, wanted)

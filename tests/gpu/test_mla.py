@@ -27,11 +27,12 @@ DEVICE, DTYPE = ("cpu", torch.float32) if INTERPRETED else ("cuda", torch.bfloat
 TINY = bench.Case(s=19, b=2, h=80, n=3, rq=16, rkv=32, dq=16, dr=32, dv=16)
 CASES = bench.CASES
 if INTERPRETED:
-    # Hidden sizes that the tiles of the ingress and of its input's gradient divide, or the first alone, or neither.
+    # Hidden sizes that the tiles of the ingress and of its input's gradient divide, or the first alone, or neither. In the last case
+    # ranks and widths that are equal in the others differ.
     CASES = [
         TINY,
         replace(TINY, s=21, b=1, h=72, packed=True, interleaved=False, norm=False),
-        replace(TINY, s=33, h=96),
+        replace(TINY, s=33, h=96, rq=64, rkv=16, dq=32, dv=64),
     ]
 HIGH = [replace(TINY, s=5, n=7, dq=24, dr=16, dv=40)] if INTERPRETED else [bench.HIGH, bench.ODD]
 SMALL_TILES = dict(BM=16, BK=16, BN=32, GROUP=2, programs=6)

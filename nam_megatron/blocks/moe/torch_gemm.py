@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nam_megatron.errors import Problem
+from nam_megatron.runtime.gpu import interpreted
 
 SERVED = (9, 0), (10, 0)  # compute capabilities; aten/src/ATen/native/cuda/GroupedBlas.cpp of torch 2.11
 ADDED = 4096  # elements of a program that adds gradients
@@ -49,7 +50,7 @@ class TorchGemm:
 
 def add_to(total: Tensor, more: Tensor) -> None:
     """Both of one shape, the first contiguous."""
-    if total.is_cuda:
+    if total.is_cuda or interpreted():
         _add_kernel[(triton.cdiv(total.numel(), ADDED),)](total, more, total.numel(), BLOCK=ADDED, num_warps=8)
     else:
         total.add_(more)
