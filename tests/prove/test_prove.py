@@ -562,6 +562,7 @@ def test_a_bias_may_turn_where_its_expert_had_the_mean():
     noisy, both = compare.beyond([]), sqrt(2 * 2**2 / 64)
     assert found(noisy, both).agrees and not found(noisy, 1.1 * both).agrees and not found(FP32, both).agrees
     assert found(noisy, 0.0, [110.0, 90.0] * 32).limit == noisy.of(WEIGHT, 1, key), "none was near it"
+    assert not found(FP32, both, [100.0] * 2 + [110.0, 90.0] * 31).agrees, "fp32 sends no token elsewhere"
     assert found(noisy, 0.0, counts, [110.0, 90.0] * 32).limit == pytest.approx(both / 2), (
         "two steps, one of which may turn"
     )
