@@ -187,7 +187,12 @@ def test_hosts_of_one_job_are_compared_by_what_they_run(context, tmp_path):
     facts = preflight.check(context()).facts
     same = preflight.fingerprint(facts)
     assert preflight.fingerprint({**facts, "topology": None}) == same
-    others = {**facts, "driver": "570.1"}, {**facts, "versions": {**facts["versions"], "triton": "3.5.0"}}
+    *most, last = facts["gpus"]
+    others = [
+        {**facts, "versions": {**facts["versions"], "triton": "3.5.0"}},
+        {**facts, "gpus": [*most, last | {"vbios": "97"}]},
+    ]
+    others += [{**facts, name: "another"} for name in ("driver", "driver_cuda", "megatron", "torch")]
     assert same not in [preflight.fingerprint(f) for f in others]
     assert finding.render([], "line", "n1", same) == f"PASS @ n1 software={same}\n"
 
