@@ -1,5 +1,6 @@
 """The data command: what it writes is what was given, however often it is killed, and what it refuses, it names."""
 
+import gzip
 import hashlib
 import json
 import os
@@ -666,6 +667,10 @@ def test_an_unreadable_row_ends_the_training_of_a_tokenizer(tmp_path, capsys):
         (["nothing.jsonl"], "no file or folder `nothing.jsonl`"),
         (["."], "`.` is a folder"),
         (["notes.txt"], "is neither a folder nor"),
+        (["a.jsonl.gz"], ".jsonl, .parquet\n\nhint: unpack it first"),
+        (["gzip.jsonl"], "`gzip.jsonl` is gzip, not JSON lines in UTF-8"),
+        (["wide.jsonl"], "`wide.jsonl` is UTF-16, not JSON lines in UTF-8"),
+        (["table.jsonl"], "`table.jsonl` is Parquet, not JSON lines in UTF-8\n\nhint: its name ends with `.parquet`"),
         (["a.jsonl", "a.jsonl"], "`a.jsonl` is named twice"),
         (["not.parquet"], "is no Parquet file"),
         (["a.parquet", "--field", "body"], "has no column `body`"),
@@ -677,10 +682,13 @@ def test_an_unreadable_row_ends_the_training_of_a_tokenizer(tmp_path, capsys):
 def test_what_cannot_be_an_input_is_refused(tmp_path, monkeypatch, bpe, capsys, words, said):
     monkeypatch.chdir(tmp_path)
     jsonl(tmp_path / "a.jsonl")
-    for name in ("notes.txt", "not.parquet"):
+    for name in ("notes.txt", "not.parquet", "a.jsonl.gz"):
         Path(name).write_text("x")
+    Path("gzip.jsonl").write_bytes(gzip.compress(b'{"text": "x"}'))
+    Path("wide.jsonl").write_text('{"text": "x"}', encoding="utf-16")
     Path("empty.jsonl").write_text("\n")
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), "a.parquet")
+    shutil.copy("a.parquet", "table.jsonl")
     tokenizer_of = () if "--tokenizer" in words else ("--tokenizer", bpe)
     assert said in refusal(capsys, "build", "set", *words, *tokenizer_of, "--workers", 1)
 

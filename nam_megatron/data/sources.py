@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 PIECE = 8 * 2**20  # bytes of one piece of work, about
 SUFFIXES = {".jsonl": "jsonl", ".parquet": "parquet"}
+# What a file of JSON lines begins with that is none.
+OTHERS = {
+    b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zX": "xz", b"PK\x03\x04": "zip", b"PAR1": "Parquet",
+    b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,14 @@ def source(path: Path, field: str, suffixes: tuple[str, ...]) -> Source:
     if not path.is_file():
         raise Refused(Problem(f"no file or folder `{path}`"))
     if (kind := SUFFIXES.get(path.suffix)) is None:
-        raise Refused(Problem(f"`{path}` is neither a folder nor a file in {', '.join(SUFFIXES)}"))
+        hint = "unpack it first" if path.suffix in (".gz", ".zst", ".xz", ".bz2", ".zip") else None
+        raise Refused(Problem(f"`{path}` is neither a folder nor a file in {', '.join(SUFFIXES)}", hint=hint))
+    if kind == "jsonl":
+        with path.open("rb") as stream:
+            head = stream.read(4)
+        if other := next((name for magic, name in OTHERS.items() if head.startswith(magic)), None):
+            hint = "unpack it, or write it anew, first" if other != "Parquet" else "its name ends with `.parquet`"
+            raise Refused(Problem(f"`{path}` is {other}, not JSON lines in UTF-8", hint=hint))
     return Source(path, kind, field, ())  # type: ignore[arg-type]
 
 
