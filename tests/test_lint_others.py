@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from nam_megatron.errors import Refused
 from nam_megatron.lint import lint, recipe, report
@@ -671,3 +672,79 @@ def test_a_program_of_megatrons_is_no_recipe_of_bridges(split, read):
         return
     with pytest.raises(Refused, match=r"there is no Megatron flag in `train\.py`"):
         lint(text, "train.py")
+
+
+SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 99 --position-embedding-type rope --seq-length 8"
+GRAPHS = "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router"
+ZERO = "--recompute-granularity full --recompute-num-layers 0 --recompute-method"
+FORK = "--la-module gla --la-mode chunk --layer-types LL --max-padding 8 --extra-vocab 9 --la-gate-fn swish --use-la-module"
+PATTERN = "--hybrid-layer-pattern MM --num-layers 4 --moe-layer-freq 1"
+
+
+@pytest.mark.parametrize(
+    ("rules", "text", "finds"),
+    [
+        ("graphs-modules", f"torchrun pretrain_gpt.py {SHAPE} {GRAPHS}", True),
+        ("graphs-modules", f"N=$(python flags.py)\ntorchrun pretrain_gpt.py {SHAPE} {GRAPHS} $N", False),
+        ("missing-flag fp32", f"A=(env LR=1 pretrain.sh {SHAPE})\n${{A[@]}}", False),
+        ("missing-flag fp32", f"A=(env LR=1 pretrain {SHAPE})\n${{A[@]}}", True),
+        ("companion-later", f"torchrun pretrain_gpt.py {SHAPE} --split 1,0,0 --train-data-path a", True),
+        ("companion-later", f"torchrun pretrain_gpt.py {SHAPE} --split 1,0,0 --train-data-path a {FORK}", False),
+        ("num-layers-ignored moe-layer-freq-ignored", f"torchrun pretrain_mamba.py {SHAPE} {PATTERN}", True),
+        ("num-layers-ignored moe-layer-freq-ignored", f"torchrun pretrain_mamba.py {SHAPE} {PATTERN} {FORK}", False),
+        ("recompute-ignored", f"torchrun pretrain_gpt.py {SHAPE} {ZERO} block", True),
+        (
+            "recompute-ignored recompute",
+            f"torchrun pretrain_gpt.py {SHAPE} --recompute-granularity full --recompute-num-layers 1 --recompute-method block",
+            False,
+        ),
+    ],
+)
+def test_what_another_program_or_text_may_say_is_no_failure(rules, text, finds):
+    """Experts of flags that a command prints, a launch by a script that has the rest, a fork's own layers, blocks of no layer."""
+    assert {f.id for f in lint(text).findings} & set(rules.split()) == (set(rules.split()) if finds else set())
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "says"),
+    [
+        ("pretrain_t5.py", "--decoder-num-layers 2", "pretrain_t5.py may make it another"),
+        ("pretrain_gpt.py", "$(python flags.py)", "$(python flags.py) may make it another"),
+        ("pretrain_gpt.py", "$MODEL_ARGS", "$MODEL_ARGS may make it another"),
+        ("pretrain_gpt.py", "${VP:+--num-layers-per-virtual-pipeline-stage $VP} $SEARCH_ARGS", "GPT, 2 layers"),
+    ],
+)
+def test_a_model_of_which_only_a_part_is_read_has_no_exact_count(script, words, says):
+    rows = json.loads(report.as_json(lint(f"torchrun {script} {SHAPE} {words}")))["trains"]["text"]
+    assert rows["model"].endswith(says) and rows["parameters"].startswith("?") is ("another" in says)
+
+
+def test_a_long_blend_is_cut_and_a_short_one_is_not():
+    paths = " ".join(f"1 /data/{n}" for n in range(9))
+    found = [lint(f"torchrun pretrain_gpt.py {SHAPE} --data-path {p}") for p in (paths, "1 /data/0")]
+    also = [json.loads(report.as_json(one))["trains"]["text"]["also"] for one in found]
+    assert also == ["--data-path 1 /data/0 1 /data/1 1 /data/2 ... (18 words)", "--data-path 1 /data/0"]
+
+
+def test_two_fields_of_one_setting_with_two_values_are_told():
+    tree = {"modules": {"pre_trainer": {"framework": "megatron", "overrides": {"norm_epsilon": 1e-6, "num_layers": 2}}}}
+    tree |= {"work_group": "w", "user_name": "u", "exp_name": "e"}
+    for epsilon, finds in ((1e-5, True), (1e-6, False)):
+        tree["modules"]["pre_trainer"]["overrides"]["layernorm_epsilon"] = epsilon
+        found = {f.id: f.detail for f in lint(yaml.safe_dump(tree)).findings}
+        assert found == ({"given-twice": "its program knows which counts"} if finds else {})
+
+
+def test_an_item_of_a_list_may_hold_several_words_and_another_list_is_another_launch():
+    tasks = {"a": {"args": ["--seq-length 4096", "--calib 9"]}, "b": {"args": ["--seq-length 8 --lr 1e-4", "--sft"]}}
+    found = lint(yaml.safe_dump({"job": "j", "pipeline": tasks}))
+    assert {"--seq-length", "8", "--lr", "1e-4", "--sft"} <= set(found.launch.words)
+    assert "4096" not in found.launch.words and any("pipeline.a" in note for note in found.launch.notes)
+
+
+def test_only_what_is_wanted_and_not_given_is_asked_for():
+    words = "--fine-grained-activation-offloading --offload-modules moe_act --num-experts 4 --transformer-impl transformer_engine"
+    found = [f.detail for f in lint(f"torchrun pretrain_gpt.py {SHAPE} {words}").findings if f.id == "companion"]
+    assert "wants NVTE_CPU_OFFLOAD_V1=1 in the environment" in found and not any(
+        "--offload-modules" in f for f in found
+    )

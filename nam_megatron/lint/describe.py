@@ -89,7 +89,7 @@ def rows(a: Args, m: Model) -> Iterator[tuple[str, str]]:
         yield from row("optimizer", lambda: _optimizer(a, m))
         yield from row("schedule", lambda: _schedule(a))
     yield from row("start", lambda: _start(a))
-    yield from row("also", lambda: ", ".join(a.written(n) for n in ALSO if a.said(n)) or None)
+    yield from row("also", lambda: ", ".join(_cut(a.written(n)) for n in ALSO if a.said(n)) or None)
     if not m.described:
         yield from row("layout", lambda: _layout(a, m))
         yield from row("batch", lambda: _batch(a, m))
@@ -260,6 +260,12 @@ def _otherwise(a: Args) -> str:
     """Whether what is not read may make it another model than what is."""
     more = f" and {len(a.shaping) - 3} more" if len(a.shaping) > 3 else ""
     return f", as far as it is read: {', '.join(a.shaping[:3])}{more} may make it another" if a.shaping else ""
+
+
+def _cut(text: str) -> str:
+    """What a flag has, as of a blend of many files the first few."""
+    words = text.split(" ")
+    return text if len(words) < 14 else f"{' '.join(words[:7])} ... ({len(words) - 1} words)"
 
 
 def _mlp(a: Args, m: Model) -> str:

@@ -206,8 +206,8 @@ def of_tree(tree: Tree, target: Target, elsewhere: bool = False, recipe: bool = 
 
 
 def flags(fields: Iterable[tuple[str, str, Any]], target: Target) -> tuple[list[str], list[str]]:
-    """(section, field, value) as words of Megatron's parser, the last value of each; and the fields that it has no flag for."""
-    said: dict[str, Any] = {}
+    """(section, field, value) as words of Megatron's parser, the last value of each field; and the fields that it has no flag for."""
+    said: dict[str, dict[str, Any]] = {}
     without: dict[str, None] = {}
     held: dict[str, dict[str, Any]] = {}
     fields = list(fields)
@@ -225,8 +225,13 @@ def flags(fields: Iterable[tuple[str, str, Any]], target: Target) -> tuple[list[
             if flag is None:
                 without[name] = None
             elif word is not None and word != []:
-                said[flag.dest] = word
-    return [w for dest, value in said.items() for w in _words(target.by_dest[dest], value)], list(without)
+                # Two fields for one thing, with two values: both are told.
+                other = {} if rule else {n: v for n, v in said.get(flag.dest, {}).items() if name != n and v != word}
+                said[flag.dest] = other | {name: word}
+    words = [
+        w for dest, values in said.items() for value in values.values() for w in _words(target.by_dest[dest], value)
+    ]
+    return words, list(without)
 
 
 def _words(flag: Flag, value: Any) -> list[str]:

@@ -270,9 +270,11 @@ def _shell(text: str, target: Target, name: str) -> Launch:
         notes.append("no command here has Megatron's flags: those that variables hold are taken, in their order")
     if not _flags(words, target):
         return Launch(target, (), "shell", text)
-    if script is None and any(follow.HOLE.fullmatch(word) for word in launcher):
+    if script is None and any(follow.HOLE.fullmatch(word) or word.endswith(".sh") for word in launcher):
         partial = True
-        notes.append("which script is started the text does not say: of no flag is said that it lacks")
+        notes.append(
+            "what is started is not read here, and may have flags of its own: of no flag is said that it lacks"
+        )
     notes += _defaults(run.unset)
     if (there := len(_in_text(text, target))) > 3 * (here := _flags(words, target)):
         notes.append(
@@ -548,11 +550,14 @@ def _one_launch(entries: Entries, target: Target, notes: list[str]) -> Entries:
     """Without the groups that say a flag otherwise than one with more of Megatron's flags: another launch, or another program's."""
     groups: dict[tuple[str, ...], dict[str, str]] = {}
     for path, name, node in entries:
-        said = name.lstrip("-").replace("-", "_")
-        if isinstance(node, yaml.ScalarNode) and (
-            said in target.by_dest or target.by_name("--" + said.replace("_", "-"))
-        ):
-            groups.setdefault(path, {}).setdefault(said, node.value)
+        listed = " ".join(str(v.value) for v in node.value) if isinstance(node, yaml.SequenceNode) else ""
+        pairs = (
+            [(name, node.value)] if isinstance(node, yaml.ScalarNode) else re.findall(r"--([\w-]+)[= ]?(\S*)", listed)
+        )
+        for flag, value in pairs:
+            said = flag.lstrip("-").replace("-", "_")
+            if said in target.by_dest or target.by_name("--" + said.replace("_", "-")):
+                groups.setdefault(path, {}).setdefault(said, value)
     taken: dict[str, str] = {}
     others = []
     for path, flags in sorted(groups.items(), key=lambda group: -len(group[1])):
@@ -672,7 +677,9 @@ def _entry(name: str, node: yaml.Node, target: Target, dashed: bool = False) -> 
         return [flag_name] if truth else []
     if isinstance(node, yaml.SequenceNode):
         values = [_holes(v.value) for v in node.value[:MOST] if isinstance(v, yaml.ScalarNode)]
-        return [flag_name, *values] if flag is None or flag.nargs else [flag_name, f"[{','.join(values)}]"]
+        if flag is None:  # a list of words, of which an item may hold several
+            return [flag_name, *(w for v in values for w in (v.split() if v.startswith("--") else [v]))]
+        return [flag_name, *values] if flag.nargs else [flag_name, f"[{','.join(values)}]"]
     value = _holes(str(node.value))
     value = re.sub(r"\\+(.)", r"\1", re.sub(r"^(['\"])(.*)\1$", r"\2", value)) if dashed else value
     if flag is not None and flag.nargs and not value.startswith("["):

@@ -31,6 +31,9 @@ LONGEST_LIST = 10_000
 # Scripts that add nothing to Megatron's parser but OF_SCRIPTS.
 MEGATRONS = re.compile(r"(.*/)?(pretrain_(gpt|hybrid|mamba|bert|t5|ict|retro|vlm)|train_rl)\.py")
 PRETRAINS = re.compile(r"(.*/)?pretrain_\w+\.py")
+OTHERS = re.compile(r"pretrain_(?:bert|t5|ict|retro|vlm)\.py$")  # of these, whose models are no GPT
+# What a command prints, or a variable for a model's flags.
+COMPUTED = re.compile(r"^(?!\w+:[-+]).*[^\w, ]|(?<![a-z])(model|arch)(?![a-z])", re.IGNORECASE)
 STRANGERS = 3  # flags of another parser: so many that nobody misspelt them
 FORKED = 6  # the same of a script that is called as Megatron's own, of a fork
 # A port to another device, which has a parser, checks and layers of its own.
@@ -318,6 +321,8 @@ class Args:
         stock = isinstance(spec, list) and all(word.startswith("megatron.core") for word in spec[:1])
         unknown = [t.about for t in self.trouble if t.rule == "unknown-flag" and not t.detail]
         own = [f for f in dict.fromkeys(self.foreign + unknown) if f not in REMOVED and SHAPING.search(f)]
+        own += [t.about for t in self.trouble if t.rule == "unknown-variable" and COMPUTED.search(t.detail)]
+        own += OTHERS.findall(self.launch.script or "")
         return own if stock else ["--spec", *own]
 
     @cached_property

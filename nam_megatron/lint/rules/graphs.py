@@ -27,12 +27,12 @@ def _graph_modules(a: Args, m: Model) -> Iterator[str]:
         if "moe_preprocess" in modules and "moe_router" not in modules and m.graphs != "local":
             yield "`moe_preprocess` without `moe_router`"
         if not a.num_experts and modules & {"moe", "moe_router"}:
-            yield "`moe` modules in a model without experts"
+            yield "`moe` modules without `--num-experts`"
         if a.num_experts and "mlp" in modules and a.moe_layer_freq == 1:
             yield "`mlp` in a model with experts"
         if a.num_experts and not (a.moe_expert_capacity_factor and a.moe_pad_expert_input_to_capacity):
             if "moe" in modules:
-                yield "`moe` without capacity factor and padding to it"
+                yield "`moe` without `--moe-expert-capacity-factor` and padding to it"
             waits = a.moe_expert_capacity_factor is not None or a.moe_router_padding_for_fp8
             if "moe_preprocess" in modules and a.moe_token_dispatcher_type == "alltoall" and waits:
                 yield "`moe_preprocess` with a capacity factor, or with padding for FP8"

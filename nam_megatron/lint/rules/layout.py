@@ -149,7 +149,13 @@ def _recompute(a: Args, m: Model) -> Iterator[str]:
         if "moe_act" in modules and not a.moe_grouped_gemm:
             yield "`moe_act` without `--moe-grouped-gemm`"
         if "mla_up_proj" in modules and not m.mla:
-            yield "`mla_up_proj` without MLA"
+            yield "`mla_up_proj` without `--multi-latent-attention`"
+
+
+def _unrecomputed(a: Args, m: Model) -> list[str]:
+    if m.recompute == "full" and a.recompute_method == "block" and a.recompute_num_layers == 0:
+        return [f"{a.written('recompute_num_layers')}\tthe first 0 layers of each stage are\tsay how many"]
+    return [] if m.recompute else each(a, ("recompute_modules", "recompute_method", "recompute_num_layers"))
 
 
 MTP = "core/transformer/multi_token_prediction.py _checkpointed_forward"
@@ -347,7 +353,7 @@ RULES = (
         "recompute-ignored",
         COST,
         "",
-        lambda a, m: [] if m.recompute else each(a, ("recompute_modules", "recompute_method", "recompute_num_layers")),
+        _unrecomputed,
         "ignored: nothing is recomputed",
         "add `--recompute-granularity`",
         CONFIG,

@@ -75,7 +75,8 @@ OF_TRAINING = (
 YAML_CFG = re.compile(r"^language_model:", re.MULTILINE)
 # What a program's code does, of which a fork's may do something else.
 OF_ITS_CODE = ("idle-flag", "documents-not-apart", "rampup-ignored", "ignored-flag", "companion-later")
-OF_ITS_LAYERS = ("experts-not-in-pattern", "pipeline-auto-split")  # what it makes of a pattern
+# What it makes of a pattern.
+OF_ITS_LAYERS = ("experts-not-in-pattern", "pipeline-auto-split", "num-layers-ignored", "moe-layer-freq-ignored")
 # Flags of a script's own by which the model comes from its code.
 MODELS = re.compile(r"--([\w-]+-)?model-(provider|type|arch|name)")
 # What flags of a script's own decide otherwise than Megatron, by a word in them: how layers are cut, what experts are.
@@ -235,7 +236,7 @@ def _trouble(rule: str) -> When:
 
 def _twice(runs: bool) -> When:
     return lambda a, m: [
-        f"{' ... '.join(shown(g[2]) for g in a.given[n])}\tthe last one counts"
+        f"{' ... '.join(shown(g[2]) for g in a.given[n])}\t{'its program knows which' if a.launch.program else 'the last one'} counts"
         for n in a.contradictions
         if not SHOWN.match(n) and bool(RUNS.search(n)) is runs and not _overrides(a, n)
     ]
