@@ -3,6 +3,7 @@
 import hashlib
 import importlib.metadata
 import json
+import os
 import re
 import shlex
 import site
@@ -124,12 +125,16 @@ def startup() -> str | None:
     sitecustomize and usercustomize; None where there is none. It may change whatever is trained, and no package's version tells.
     """
     folders = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else ())]
-    files = [path for folder in folders for path in sorted(Path(folder).glob("*.pth"))]
-    lines = [line for path in files for line in path.read_text(errors="replace").splitlines()]
+    # What cannot be read, Python passes over, too.
+    files = [path for folder in folders for path in sorted(Path(folder).glob("*.pth")) if os.access(path, os.R_OK)]
+    lines = [line for path in files for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
     run = [line for line in lines if line.startswith(("import ", "import\t"))]
     names = sorted({"sitecustomize", "usercustomize", *re.findall(r"\w+", " ".join(run))} & sys.modules.keys())
     modules = [getattr(sys.modules[name], "__file__", None) for name in names]
-    texts = [*(line.encode() for line in run), *(Path(file).read_bytes() for file in modules if file)]
+    texts = [
+        *(line.encode() for line in run),
+        *(Path(file).read_bytes() for file in modules if file and os.access(file, os.R_OK)),
+    ]
     return hashlib.sha256(b"\0".join(texts)).hexdigest()[:16] if texts else None
 
 

@@ -179,6 +179,9 @@ def test_what_python_runs_at_its_start_is_known_by_its_code(tmp_path, monkeypatc
         seen.append(stack.startup())
         file.write_text("2")
         seen.append(stack.startup())
+    packed = SimpleNamespace(__file__=str(tmp_path / "packed.zip" / "usercustomize.py"))
+    monkeypatch.setitem(sys.modules, "usercustomize", packed)
+    assert stack.startup() == seen[-1], "what is no file of its own is passed over"
     assert Redactor({}).tree({"startup": seen[-1]}) == {"startup": seen[-1]}
     assert len(set(seen)) == len(seen) and compare.executes("host.versions.startup") is False
 
