@@ -163,6 +163,7 @@ def test_passes_beyond_count_are_refused(tmp_path):
         (lambda p: os.truncate(p.with_suffix(".bin"), 60), "a.bin` is longer than `a.idx` says: 60 bytes of 50"),
         (lambda p: edit(p, 63, 1), "a.idx` has a sequence that does not lie within the 50 bytes"),  # 256 bytes further
         (lambda p: edit(p, 61, 255), "a.idx` has a sequence that does not lie within the 50 bytes"),  # before the first
+        (lambda p: edit(p, 62, 0), "a.idx` has sequences that share tokens of"),  # 10 bytes earlier
         (lambda p: edit(p, 37, 255), "a.idx` has a sequence of -"),  # the first length's sign
         (lambda p: edit(p, 9, 2), "a.idx` is of version 2, and Megatron reads 1"),
         (lambda p: edit(p, 17, 7), "a.idx` says that tokens are of type 7"),
@@ -175,6 +176,13 @@ def test_an_index_that_is_none(tmp_path, spoil, said):
     spoil(Path(prefix))
     ((message, key),) = of(prefix, split="1,0,0")  # once, and not for each share
     assert said in message and key == "data.path"
+
+
+def test_documents_in_another_order_than_their_file_has_them_are_read(tmp_path):
+    prefix = dataset(tmp_path / "a", [5] * 5)
+    for at, byte in ((54, 10), (62, 0)):  # the first two change places
+        edit(Path(prefix), at, byte)
+    assert of(prefix, split="1,0,0") == []
 
 
 def edit(prefix: Path, at: int, byte: int) -> None:

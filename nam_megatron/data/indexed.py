@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import ceil
-from operator import add
+from operator import add, ne
 from os.path import exists
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -97,6 +97,10 @@ def read(prefix: Path) -> Index:
     ends = map(add, places, map(index.token_bytes.__mul__, index.lengths))  # of millions, so in C
     if sequences and (min(places) < 0 or max(ends) > there):
         raise Unreadable(f"`{path}` has a sequence that does not lie within the {there} bytes of `{data}`")
+    if any(map(ne, places, accumulate(map(index.token_bytes.__mul__, index.lengths), initial=0))):  # in another order
+        laid = sorted((place, n * index.token_bytes) for place, n in zip(places, index.lengths, strict=True) if n)
+        if any(place + size != after for (place, size), (after, _) in pairwise(laid)):
+            raise Unreadable(f"`{path}` has sequences that share tokens of `{data}`, and leaves others out")
     return index
 
 
