@@ -10,8 +10,9 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
+import megatron.training.training
 import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -116,6 +117,8 @@ def run(
     sys.argv = [sys.argv[0], *argv]  # Megatron's parser reads nothing else
     set_startup_timestamps(program_start=started, main_entry=time.time())
     install.command(install.Run(plan, operations, track, partial(begin, blind=True), look), Trainer.MEGATRON)
+    if plan.recipe.schedule.save is None:
+        megatron.training.training.save_checkpoint = unsaved
     GAUGES.expect(gauges)
     args = parse_and_validate_args()
     try:
@@ -305,6 +308,11 @@ def step_now() -> int:
 
 def whereabouts() -> str:
     return f"step {step_now()}, rank {torch.distributed.get_rank()}"
+
+
+def unsaved(*_: Any, **__: Any) -> NoReturn:
+    """Megatron's rerun state machine saves before it leaves a step with a bad gradient; without a folder that was a TypeError."""
+    raise NonFinite(f"{whereabouts()}: a gradient is no number; `Unexpected result` in the log says on which rank")
 
 
 @cache

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.training import get_args
 from test_heartbeat import full
 from test_resume import in_background, signal_in
 from test_train import logged, poison, run
@@ -17,7 +18,7 @@ from test_train import logged, poison, run
 from launch.record import events, oom, outcome, steps
 from launch.run.run import ended
 from nam_megatron.events import FILE, NONCE, PACKAGE, Record
-from nam_megatron.runtime import checksums, record
+from nam_megatron.runtime import checksums, pretrain, record
 from nam_megatron.words.tree import tree_hash
 
 SHORT = ("schedule.train_steps=5", "schedule.decay_steps=5", "optim.warmup_steps=0", "optim.lr=0.01")
@@ -117,6 +118,24 @@ def test_a_nan_is_said_with_its_place(tmp_path, step):
     assert (end["reason"], end["code"], end["step"]) == ("not a number", 1, step - 1)
     assert end["where"].startswith(f"step {step}, rank 0: the loss is nan")
     assert verdict(tmp_path, code=1) == ("failed", 1, "torchrun ended with 1: not a number, rank 0")
+
+
+def test_a_gradient_of_one_rank_that_is_no_number_is_the_reason(tmp_path):
+    """Megatron wants to save then; where nothing is saved it ended with a TypeError, and so said the receipt."""
+
+    def poisoned() -> None:
+        loss = pretrain.loss_func
+
+        def bad(mask, watch, output):
+            if torch.distributed.get_rank() == 1 and get_args().curr_iteration == 2:
+                output.register_hook(lambda gradient: gradient * math.nan)
+            return loss(mask, watch, output)
+
+        pretrain.loss_func = bad
+
+    said = told(tmp_path, *SHORT, "cluster=h200_2", world=2, before=poisoned)
+    assert {(end["reason"], end["code"], end["step"]) for end in of(said, "end")} == {("not a number", 1, 2)}
+    assert "step 3, rank 1: a gradient is no number" in of(said, "end", rank=1)[0]["where"]
 
 
 def test_a_loss_that_is_no_number_is_in_its_line(tmp_path, monkeypatch):
