@@ -30,9 +30,11 @@ from nam_megatron.compile.plan import Plan
 from nam_megatron.errors import Refused
 from nam_megatron.hf import __main__ as command
 from nam_megatron.hf import check, distributed, families, native, quantized
+from nam_megatron.hf import export as exports
 from nam_megatron.hf.families import config
 from nam_megatron.hf.folder import INDEX
 from nam_megatron.lint import lint, recipe
+from nam_megatron.runtime import checksums
 
 RELATIVE = 1e-5
 
@@ -748,6 +750,8 @@ def test_adapters_go_into_the_weights_that_they_stand_on(made, tmp_path):
         assert torch.equal(after[name], (before[name].float() + added[rows]).bfloat16())
     same = {name for name in before if torch.equal(before[name], after[name])}
     assert same == {name for name in before if "proj" not in name}, "norms and both ends stay"
+    told = exports.export(checkpoint, tmp_path / "nam", None, silent)["checkpoint"]
+    assert told == checksums.whole(checkpoint / "release"), "the step of the adapters, not the one that they stand on"
 
 
 def test_adapters_by_themselves_are_what_peft_reads(made, tmp_path):
