@@ -195,7 +195,7 @@ def test_a_run_that_only_takes_long_is_not_ended_and_one_that_hangs_is_as_often_
     calls = []
     with hang.Watch(tmp_path, 2, 0.8, lambda: calls.append(1) or (len(calls) > 1 and ended.set()), 0.1) as watch:
         beat(0, "end", 9)  # it has ended, and waits for the other
-        for micro in range(12):
+        for micro in range(20):  # longer than a look at the limit and another to say why
             beat(1, "step", micro)
             time.sleep(0.1)
         assert not calls and watch.found is None
