@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider
+from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training.comm_overlap import CommOverlapConfig
 from megatron.bridge.training.config import (
@@ -40,7 +41,7 @@ import nam_megatron.nemo as nemo
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.lint import lint
 from nam_megatron.mends import install
-from nam_megatron.nemo import container, doctor, engine, finetune, guards
+from nam_megatron.nemo import adapters, container, doctor, engine, finetune, guards
 from nam_megatron.nemo.__main__ import command
 from nam_megatron.nemo.container import NamContainer, guarded, settled, stack_spec
 from nam_megatron.nemo.overrides import _plain, flat
@@ -795,6 +796,26 @@ def test_adapters_and_the_weights_below_them_are_the_recipes(ranks):
     plain.checkpoint.pretrained_checkpoint = "/p"
     settled(plain)
     assert plain.model.lowering.plan.recipe.schedule.pretrained == "/p"
+
+
+class Adapted(AdapterWrapper):
+    """A module around which an adapter stands."""
+
+    def __init__(self):
+        torch.nn.Module.__init__(self)
+        self.to_wrap, self.adapter = torch.nn.Linear(2, 2, bias=False).requires_grad_(False), torch.nn.Linear(2, 2)
+        self.adapter.base_linear_name = "mixer.in_proj"
+
+
+def test_adapters_stand_where_they_are_asked_for_and_nothing_else_is_trained(ranks):
+    ranks(8)
+    plan = nemo.recipe("nam56r_native_dp", ADAPTED).model.lowering.plan
+    adapters.stand([torch.nn.ModuleDict({"in_proj": Adapted()})], plan)
+    with pytest.raises(Refused, match="`in_proj` has no adapter"):
+        adapters.stand([torch.nn.ModuleDict({"out_proj": Adapted()})], plan)
+    more = torch.nn.ModuleDict({"in_proj": Adapted(), "norm": torch.nn.Linear(2, 2, bias=False)})
+    with pytest.raises(Refused, match=r"`norm\.weight` would be trained too"):
+        adapters.stand([more], plan)
 
 
 def test_a_first_run_says_what_it_does_not_do():
