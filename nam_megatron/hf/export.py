@@ -66,7 +66,7 @@ def opened(checkpoint: Path, tokens: Path | None, say: Say) -> tuple[Lowering, P
         if not same_tokens(*known_tokens(at.parent), tokens):
             said = f"`{tokens}` is another tokenizer than that of `{at.parent}`: its numbers stand for other texts"
             raise Refused(Problem(said, hint="give the one that the model was trained with"))
-        raise_if(other_ends(trained_tokenizer(at, plan), tokens))
+        raise_if(other_ends(trained_tokenizer(at, plan), tokens, at.parent))
     say(f"tokenizer: {tokens or 'none, since the run had no dataset of ours; `--tokenizer FOLDER` gives one'}")
     return lowering, step, tokens
 
@@ -282,8 +282,16 @@ def same_tokens(theirs: dict[str, Any] | None, told: str | None, given: Path) ->
         return told == dataset.digest(Path(copied, tokenizer.FILE))
 
 
-def other_ends(known: Path | None, given: Path) -> Iterator[Problem]:
-    """Where a tokenizer ends documents, or pads, with other tokens than the one in `known`, a model's own."""
+def other_ends(known: Path | None, given: Path, at: Path) -> Iterator[Problem]:
+    """Where a tokenizer ends documents, or pads, with other tokens than the one in `known`, a model's own.
+
+    at: the folder of the model's plan, and of the hashes of its data, of which `known` may be a part that was changed since.
+    """
+    told = (content.stored(at / DATA) or {}).get(f"{dataset.TOKENIZER}/{tokenizer.CONFIG}")
+    config, own = given / tokenizer.CONFIG, known == given != at / dataset.TOKENIZER
+    if own and told and config.is_file() and dataset.digest(config) != told:
+        said = f"`{config}` is not what it was when the model was trained"
+        yield Problem(said, hint="take it from a copy of the dataset: which token ends a text stands there")
     if known in (None, given) or not all((at / tokenizer.FILE).is_file() for at in (known, given)):
         return
     if (was := special(known)) != (now := special(given)):

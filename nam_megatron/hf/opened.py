@@ -120,7 +120,7 @@ def another_tokenizer(path: Path, given: Path) -> Iterator[Problem]:
         yield Problem(message, hint="give the one that the model was trained with")
         return
     with contextlib.suppress(Refused):  # nobody knows one
-        yield from exports.other_ends(tokenizer_of(path), given)
+        yield from exports.other_ends(tokenizer_of(path), given, at)
 
 
 def known_tokens(path: Path) -> bool:

@@ -33,7 +33,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, eager_at
 from nam_megatron import generate, train
 from nam_megatron.compile.argv import load_plan, plan_json, words
 from nam_megatron.compile.lower import Lowering, translate
-from nam_megatron.data import identity, tokenizer
+from nam_megatron.data import identity, manifest, tokenizer
 from nam_megatron.errors import Refused
 from nam_megatron.generate import Options, decode
 from nam_megatron.hf import __main__ as command
@@ -1096,6 +1096,19 @@ def test_text_goes_in_and_comes_out(spoken, capsys):
     prompt = theirs("int naïve €").input_ids
     new = [t for (t,) in decode(open_model(spoken[1], torch.float32), [prompt], Options(6, end=theirs.eos_token_id))]
     assert text == "int naïve €" + theirs.decode(new, skip_special_tokens=True) + "\n"
+
+
+def test_a_datasets_own_tokenizer_that_was_changed_since_is_another(tmp_path):
+    """It was believed, since no other one is known: `generate` stopped elsewhere, and an export said so to everybody."""
+    (tokens := tmp_path / "set/tokenizer").mkdir(parents=True)
+    (tokens / tokenizer.FILE).write_text("{}")
+    (config := tokens / tokenizer.CONFIG).write_text('{"eos_token": "a"}')
+    of_data = {f"tokenizer/{tokenizer.CONFIG}": {"sha256": manifest.digest(config)}}
+    (tmp_path / "data.json").write_text(json.dumps({"files": of_data}))
+    assert [*export.other_ends(tokens, tokens, tmp_path)] == []
+    config.write_text('{"eos_token": "b"}')
+    (problem,) = export.other_ends(tokens, tokens, tmp_path)
+    assert problem.message == f"`{config}` is not what it was when the model was trained"
 
 
 def test_a_tokenizer_that_ends_documents_otherwise_is_another(spoken, tmp_path, capsys):
