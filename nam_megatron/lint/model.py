@@ -39,6 +39,7 @@ class Model:
         script = (args.launch.script or "").rsplit("/", 1)[-1]
         self.gpt_script = "gpt" in script
         self.hybrid_script = "hybrid" in script or "mamba" in script
+        self.stock_data = (self.gpt_script or self.hybrid_script) and args.of_megatron and not args.foreign
         self.plan = args.launch.plan
         self.described = args.launch.kind == "huggingface"  # a model itself, which no Megatron has read yet
         self.ours = (

@@ -91,9 +91,7 @@ RULES = (
         "companion-later",
         FAIL,
         "",
-        lambda a, m: (
-            f for f in _lacking(a, m, "later") if not f.startswith("--split") or (a.of_megatron and not a.foreign)
-        ),
+        lambda a, m: _lacking(a, m, "later"),
         "refused without what it stands on, after the start",
         "give what it wants, or leave it out",
         "core/optimizer/__init__.py, core/distributed/distributed_data_parallel.py, core/datasets/blended_megatron_dataset_config.py",
