@@ -25,12 +25,12 @@ from ports import free_port
 
 from launch.record import outcome, receipt, receipts
 from launch.record.redact import Redactor
-from launch.run import overlay
+from launch.run import job, overlay
 from launch.run.process import Process
-from launch.run.run import ended
+from launch.run.run import ended, unchanged
 from nam_megatron import events
 from nam_megatron.compile.lower import translate
-from nam_megatron.errors import Refused
+from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.mends import SAID, Trainer
 from nam_megatron.mends.series import MENDS, needed
 from nam_megatron.recipe import load
@@ -723,6 +723,11 @@ def test_data_that_changes_under_a_run_is_not_what_its_receipt_tells_of(root, tr
     (folder,) = receipt.folders(root)
     found = receipt.read(folder)["outcome"]
     assert (found["end"], "the data is no longer" in str(found["reason"])) == (end, end == "failed")
+
+
+def test_data_that_cannot_be_read_any_more_is_not_what_it_was(monkeypatch):
+    monkeypatch.setattr(job, "data", lambda _: raise_if([Problem("it is gone")]))
+    assert not unchanged(None, {})
 
 
 def test_a_fork_of_a_rank_says_nothing(tmp_path):
