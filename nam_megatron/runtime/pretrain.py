@@ -117,11 +117,11 @@ def run(
     sys.argv = [sys.argv[0], *argv]  # Megatron's parser reads nothing else
     set_startup_timestamps(program_start=started, main_entry=time.time())
     install.command(install.Run(plan, operations, track, partial(begin, blind=True), look), Trainer.MEGATRON)
-    if plan.recipe.schedule.save is None:
-        megatron.training.training.save_checkpoint = unsaved
     GAUGES.expect(gauges)
-    args = parse_and_validate_args()
+    args, save = parse_and_validate_args(), megatron.training.training.save_checkpoint
     try:
+        if plan.recipe.schedule.save is None:
+            megatron.training.training.save_checkpoint = unsaved
         config = settings(args, stack)
         config.model.post_wrap_hooks.append(partial(install.wrapped, plan=plan))
         if plan.recipe.precision.cross_entropy == "fused":
@@ -136,6 +136,7 @@ def run(
             leave()
         raise
     finally:
+        megatron.training.training.save_checkpoint = save
         READINGS.end(steps_done(args))
         HEART.end()
         whole_step.release()
