@@ -97,7 +97,11 @@ def test_a_compiler_is_named(ranks, tmp_path):
     """A child of a rank, by its name in /proc."""
     (tmp_path / "ptxas").symlink_to("/bin/sleep")
     child = f"import subprocess; subprocess.run([{str(tmp_path / 'ptxas')!r}, '60'])"
-    ranks(SLEEP, child, with_={r: {"phase": "built", "step": 0, "micro": 0} for r in (0, 1)})
+    _, of = ranks(SLEEP, child, with_={r: {"phase": "built", "step": 0, "micro": 0} for r in (0, 1)})
+    for _ in range(600):  # however busy the machine
+        if "ptxas" in hang.look([of.pid])[of.pid].tools:
+            break
+        time.sleep(0.1)
     said = found(tmp_path, 2)
     assert (said.kind, said.ranks) == ("compile", (1,)) and "rank 1: ptxas" in said.text
     subprocess.run(["true"], check=True)
