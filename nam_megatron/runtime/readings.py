@@ -7,6 +7,7 @@ Bytes are torch's; the peaks are those since the process began. `built` also say
 grows its segments as the plan's environment asks.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -75,12 +76,18 @@ def _hidden(uuid: Any) -> str | None:
     return None if uuid is None else hashlib.sha256(str(uuid).encode()).hexdigest()[:16]
 
 
+def _source() -> str | None:
+    """The code of which much was imported since the start; None where it changes at this moment, so that it is another's at the start."""
+    with contextlib.suppress(OSError):
+        return tree_hash(PACKAGE.parent, PACKAGE.name)
+    return None
+
+
 def _say(when: str, step: int, **more: Any) -> None:
     """In one write: the ranks of a host share a pipe, which keeps lines of less than 4096 bytes whole."""
     found = {"step": step, **memory(), **more}
     if when == "built":
-        source = tree_hash(PACKAGE.parent, PACKAGE.name)  # of which much was imported since the start
-        RECORD.say("built", **found, source=source)
+        RECORD.say("built", **found, source=_source() if RECORD.on else None)
     else:
         RECORD.say("memory", when=when, **found)
     reading = {"rank": int(os.environ["RANK"]), "when": when, **found}

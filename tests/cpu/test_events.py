@@ -18,7 +18,7 @@ from test_train import logged, poison, run
 from launch.record import events, oom, outcome, steps
 from launch.run.run import ended
 from nam_megatron.events import FILE, NONCE, PACKAGE, Record
-from nam_megatron.runtime import checksums, pretrain, record
+from nam_megatron.runtime import checksums, pretrain, readings, record
 from nam_megatron.words.tree import tree_hash
 
 SHORT = ("schedule.train_steps=5", "schedule.decay_steps=5", "optim.warmup_steps=0", "optim.lr=0.01")
@@ -100,6 +100,26 @@ def test_commands_that_go_on_append_with_a_start_of_their_own(tmp_path):
     ]  # fmt: skip
     found = events.read(tmp_path, "mine")
     assert (found.last_step, found.hole, found.facts()["again"]) == (4, None, 1)
+
+
+def test_code_that_changes_while_it_is_read_is_another_and_ends_no_training(tmp_path, monkeypatch):
+    """`git checkout` in the clone meanwhile; without a record nothing reads it at all."""
+    asked = []
+
+    def gone(*_):
+        asked.append(1)
+        raise FileNotFoundError("a module is not there any more")
+
+    monkeypatch.setattr(readings, "tree_hash", gone)
+    monkeypatch.setattr(readings, "memory", lambda: dict.fromkeys(steps.BYTES, 0))
+    monkeypatch.setattr(readings, "device", dict)
+    monkeypatch.setattr(readings, "RECORD", Record())
+    monkeypatch.setenv("RANK", "0")
+    readings.Readings().built()
+    assert not asked
+    readings.RECORD.open(tmp_path, "mine", 0)
+    readings.Readings().built()
+    assert asked and events.read(tmp_path, "mine", source="a hash").other == "source"
 
 
 def test_a_checkpoint_in_the_background_is_saved_once_it_is_whole(tmp_path):
