@@ -4,6 +4,8 @@ A checkpoint of adapters has no other weights; they are those of the plan's `sch
 refused by name, so that none is lost.
 """
 
+import contextlib
+import json
 from pathlib import Path
 
 import torch
@@ -11,11 +13,28 @@ import torch
 from nam_megatron.blocks.exported import Tensor
 from nam_megatron.compile.plan import Plan
 from nam_megatron.errors import Problem, Refused, raise_if
-from nam_megatron.hf.distributed import DTYPES, Checkpoint, step_folder
-from nam_megatron.judge.resume import foreign
+from nam_megatron.hf.distributed import DTYPES, Checkpoint
+from nam_megatron.judge.resume import BEGAN, SIGNED, foreign
 from nam_megatron.runtime import checksums
 
 IN, OUT = ".adapter.linear_in.weight", ".adapter.linear_out.weight"
+
+
+def based(step: Path, pretrained: Path) -> Path:
+    """The step in `pretrained` that adapters were trained on, whatever was saved there since. Raises Refused."""
+    told = step.parent / SIGNED / BEGAN
+    try:
+        name, sums = json.loads(told.read_text(encoding="utf-8"))["schedule.pretrained"].split()
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        message = f"`{told}` does not say which weights these adapters were trained on"
+        raise Refused(Problem(message, hint="it lies in the folder of the run that trained them")) from None
+    base = pretrained / Path(name).name
+    with contextlib.suppress(OSError):
+        if checksums.whole(base) == sums:
+            return base
+    message = f"`{base}` is not the step that these adapters were trained on, or no more"
+    hint = f"put back the one whose `{checksums.NAME}` has the hash {sums}"
+    raise Refused(Problem(message, key="schedule.pretrained", hint=hint))
 
 
 class Merged(Checkpoint):
@@ -32,7 +51,7 @@ class Merged(Checkpoint):
             raise Refused(
                 Problem("the plan does not say whose weights these adapters stand on", key="schedule.pretrained")
             )
-        base = step_folder(Path(pretrained))
+        base = based(step, Path(pretrained))
         raise_if(Problem(f"checkpoint `{base}` is damaged: {what}") for what in checksums.damage(base))
         raise_if(Problem(f"checkpoint `{base}` {why}") for why in foreign(base))
         super().__init__(base)

@@ -30,6 +30,7 @@ HASHED = f"{manifest.TOKENIZER}/{manifest.TOKENS}"  # as a dataset's manifest na
 # Beside Bridge's checkpoints, what computed them stands in a folder: there `nam_megatron.train` does not take them for its own, whose
 # count of samples they lack.
 SIGNED = "nam_megatron"
+BEGAN = "began.json"  # beside the plan: the step and the samples that a run with `schedule.pretrained` began with
 HERE = Path()
 
 NEXT = "`schedule.changes=[{}]` makes it a next stage, saved elsewhere"

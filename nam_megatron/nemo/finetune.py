@@ -30,8 +30,6 @@ from nam_megatron.runtime.bridge import Arguments
 from nam_megatron.words.regular import irregular
 from nam_megatron.words.whole import write_whole
 
-BEGAN = "began.json"  # beside the plan in the folder of the checkpoints
-
 # The container ----------------------------------------------------------------------------------------------------------
 
 # Megatron's arguments for where its own datasets are.
@@ -180,7 +178,7 @@ def sign(recipe: Recipe) -> None:
     s = recipe.schedule
     if s.save is None or s.pretrained is None:
         return
-    write_whole(Path(s.save) / guards.SIGNED / BEGAN, json.dumps(_began(recipe), indent=1) + "\n")
+    write_whole(Path(s.save) / guards.SIGNED / resume.BEGAN, json.dumps(_began(recipe), indent=1) + "\n")
 
 
 def forget(recipe: Recipe) -> None:
@@ -211,7 +209,7 @@ def _digest(path: Path) -> str:
 
 def resumed(recipe: Recipe) -> Iterator[Problem]:
     """Whether a run goes on from other weights or with other samples than it began with."""
-    began = Path(recipe.schedule.load or "") / guards.SIGNED / BEGAN
+    began = Path(recipe.schedule.load or "") / guards.SIGNED / resume.BEGAN
     if recipe.schedule.load is None or not began.is_file():
         return
     before = json.loads(began.read_text(encoding="utf-8"))

@@ -31,8 +31,10 @@ from nam_megatron.errors import Refused
 from nam_megatron.hf import __main__ as command
 from nam_megatron.hf import check, distributed, families, native, quantized
 from nam_megatron.hf import export as exports
+from nam_megatron.hf.adapters import based
 from nam_megatron.hf.families import config
 from nam_megatron.hf.folder import INDEX
+from nam_megatron.judge.resume import BEGAN, SIGNED
 from nam_megatron.lint import lint, recipe
 from nam_megatron.runtime import checksums
 
@@ -735,9 +737,17 @@ def adapters(at: Path, made, *strangers: str) -> tuple[Path, dict[str, torch.Ten
         key = f"decoder.layers.{layer}.{module}.adapter.linear_"
         held |= {f"{key}in.weight": torch.randn(4, into).bfloat16(), f"{key}out.weight": torch.randn(out, 4).bfloat16()}
     held |= {name: torch.ones(4, 4) for name in strangers}
-    at.mkdir()
-    distributed.write(at, held, lowering)
+    distributed.write(begun_with(at, weights), held, lowering)
     return at, held
+
+
+def begun_with(at: Path, weights: Path) -> Path:
+    """A folder for adapters that were trained on an imported model."""
+    (at / SIGNED).mkdir(parents=True)
+    (at / SIGNED / BEGAN).write_text(
+        json.dumps({"schedule.pretrained": f"release {checksums.whole(weights / 'release')}"})
+    )
+    return at
 
 
 def test_adapters_go_into_the_weights_that_they_stand_on(made, tmp_path):
@@ -778,8 +788,9 @@ def test_an_adapter_of_grouped_experts_goes_into_each_and_has_no_module_of_peft(
     key = "decoder.layers.1.mlp.experts.experts.linear_fc1.adapter.linear_"
     torch.manual_seed(4)
     into, out = torch.randn(4, 64).bfloat16(), torch.randn(192, 4).bfloat16()
-    (tmp_path / "adapters").mkdir()
-    distributed.write(tmp_path / "adapters", {f"{key}in.weight": into, f"{key}out.weight": out}, lowering)
+    distributed.write(
+        begun_with(tmp_path / "adapters", weights), {f"{key}in.weight": into, f"{key}out.weight": out}, lowering
+    )
     assert command.main(["export", str(tmp_path / "adapters"), str(tmp_path / "out"), "--as", "native"]) == 0
     before, after = (opened(path, torch.bfloat16).state_dict() for path in (folder, tmp_path / "out"))
     name = "model.layers.0.mlp.experts.gate_up_proj"
@@ -797,8 +808,11 @@ def test_an_adapter_without_a_weight_is_refused(made, tmp_path):
         native.export(checkpoint, tmp_path / "out", None, silent)
     assert not (tmp_path / "out").exists()
     # Nor is a step without any taken for one whose adapters say nothing.
-    (tmp_path / "none").mkdir()
-    distributed.write(tmp_path / "none", {"output_layer.bias": torch.ones(4)}, load_plan(checkpoint / "plan.json"))
+    distributed.write(
+        begun_with(tmp_path / "none", made("llama_3")[2]),
+        {"output_layer.bias": torch.ones(4)},
+        load_plan(checkpoint / "plan.json"),
+    )
     with pytest.raises(Refused, match=r"has no adapters: nothing is merged"):
         native.export(tmp_path / "none", tmp_path / "out", None, silent)
 
@@ -818,6 +832,22 @@ def test_adapters_do_not_go_into_weights_of_another_model_than_the_plan_beside_t
     (checkpoint / "plan.json").write_text(plan_json(other))  # of the adapters themselves
     with pytest.raises(Refused, match=r"adapters/release` is of another model.*`model\.rotary_base`"):
         native.export(checkpoint, tmp_path / "out", None, silent)
+
+
+def test_adapters_go_into_the_step_that_they_were_trained_on_alone(made, tmp_path):
+    """A base that went on, or that was imported anew, has other weights of the same shapes."""
+    checkpoint, _ = adapters(tmp_path / "adapters", made)
+    shutil.copytree(made("llama_3")[2], tmp_path / "base")
+    step, told = checkpoint / "release", checkpoint / SIGNED / BEGAN
+    assert based(step, tmp_path / "base") == tmp_path / "base" / "release"
+    sums = tmp_path / "base" / "release" / checksums.NAME
+    sums.write_text(sums.read_text() + " ")
+    with pytest.raises(Refused, match="base/release` is not the step that these adapters were trained on"):
+        based(step, tmp_path / "base")
+    for said in ("{", "[]", '{"schedule.pretrained": "release"}'):
+        told.write_text(said)
+        with pytest.raises(Refused, match=r"began\.json` does not say which weights"):
+            native.export(checkpoint, tmp_path / "out", None, silent)
 
 
 def test_adapters_do_not_go_into_damaged_weights(made, tmp_path):

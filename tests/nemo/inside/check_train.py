@@ -344,7 +344,7 @@ def test_answers_alone_are_learned_from_pretrained_weights_and_resumed(pretraine
     goes_on = (*sft(pretrained), *saves, f"schedule.load={tmp_path / 'out'}")
     assert steps(first) | steps(ran(tmp_path / "plan.json", by_others, *goes_on)) == losses
     assert unfit(*goes_on) == []
-    began = tmp_path / "out" / finetune.guards.SIGNED / finetune.BEGAN
+    began = tmp_path / "out" / finetune.guards.SIGNED / finetune.resume.BEGAN
     began.write_text(
         json.dumps({key: said for key, said in json.loads(began.read_text()).items() if key != "data.path"})
     )
