@@ -4,7 +4,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
@@ -30,6 +30,13 @@ PLACES = (
     "recipe", "data", "source.trees", "patches", "mends", "outcome.mends", "outcome.loaded", "host", "job.packages", "job.overlay",
     "job.diagnostic", "environ",
 )  # fmt: skip
+# What older receipts do not have, and what cannot be told of them.
+STARTUP = "host.versions.startup"
+UNTOLD: Mapping[str, Callable[[Receipt], bool]] = {
+    "the data is the same": lambda r: at(r, "data") is None and at(r, "recipe.data.name") not in (None, "mock"),
+    "they began with the same checkpoint": lambda r: begun(r) is None,
+    "Python ran the same code at its start": lambda r: isinstance(v := at(r, "host.versions"), Mapping) and "startup" not in v,
+}  # fmt: skip
 # Outside the recipe: what changes how a run is carried out, not what it computes, but for the host's software. A key stands for all below.
 EXECUTION = ("job", "host", "source.trees.launch", "environ")
 SOFTWARE = ("job.packages", "host.versions", "host.torch", "host.megatron")
@@ -200,10 +207,9 @@ def table(receipts: Sequence[Receipt], anyway: bool = False) -> str:
     found = allowed(receipts, anyway)
     title = "figures (RUMOR)" if found else "figures"
     text = ["RUMOR: these runs are not comparable", *(f"  {printable(p.message)}" for p in found), ""] if found else []
-    if unknown := [
-        r["run"] for r in receipts if at(r, "data") is None and at(r, "recipe.data.name") not in (None, "mock")
-    ]:
-        text += [f"note: whether the data is the same cannot be told: {quoted(unknown)} did not record it", ""]
+    for what, unrecorded in UNTOLD.items():
+        if unknown := [r["run"] for r in receipts if unrecorded(r)]:
+            text += [f"note: whether {what} cannot be told: {quoted(unknown)} did not record it", ""]
     columns = [r["run"] for r in receipts]
     for name, rows in differences(receipts):
         text += grid(name, columns, rows)
@@ -213,9 +219,14 @@ def table(receipts: Sequence[Receipt], anyway: bool = False) -> str:
 
 def differences(receipts: Sequence[Receipt]) -> Iterator[tuple[str, list[Row]]]:
     """What differs: in the computation, in the execution only."""
-    places = [place for place in PLACES if place != "data" or all(at(r, place) is not None for r in receipts)]
     found = [{**r, "recipe": filled(migrate.recipe(r["recipe"]))} if at(r, "recipe.model") else r for r in receipts]
-    trees = [{k: v for place in places for k, v in flat(at(r, place), place).items()} for r in found]
+    known = [{place: at(r, place) for place in PLACES} | {"outcome.loaded": begun(r)} for r in found]
+    gone = [place for place in ("data", "outcome.loaded") if any(one[place] is None for one in known)]
+    trees = [
+        {k: v for place in PLACES if place not in gone for k, v in flat(one[place], place).items()} for one in known
+    ]
+    if not all(STARTUP in tree for tree in trees):  # there None is an answer
+        trees = [{k: v for k, v in tree.items() if k != STARTUP} for tree in trees]
     rows = []
     for key in dict.fromkeys(k for tree in trees for k in tree):
         values = [tree.get(key) for tree in trees]
@@ -223,6 +234,12 @@ def differences(receipts: Sequence[Receipt]) -> Iterator[tuple[str, list[Row]]]:
             rows.append((key, apart(values)))
     for title, executing in (("changes the computation", False), ("execution only", True)):
         yield title, [row for row in rows if executes(row[0]) == executing]
+
+
+def begun(found: Receipt) -> Any:
+    """The checkpoint that a run began with, step 0 without one; None where that cannot be told."""
+    named = any(at(found, f"recipe.schedule.{key}") for key in ("load", "pretrained"))
+    return at(found, "outcome.loaded") or (None if named else {"step": 0, "sha256": None})
 
 
 def executes(key: str) -> bool:

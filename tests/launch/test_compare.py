@@ -72,6 +72,24 @@ def test_another_beginning_at_the_same_path_is_another_computation():
         assert "outcome.loaded.sha256" in dict(dict(compare.differences(pair))["changes the computation"])
 
 
+def test_what_an_older_receipt_does_not_have_is_no_difference():
+    """None is an answer there, too: random weights, and no code at Python's start."""
+    recipe = RECIPE | {"schedule": RECIPE["schedule"] | {"load": "/ckpt"}}
+    old, new = (made(run, recipe=recipe, host={"versions": {"python": "3.12"}}) for run in ("one", "two"))
+    new["outcome"] = new["outcome"] | {"loaded": {"step": 0, "sha256": "a" * 64}}
+    new["host"] = {"versions": {"python": "3.12", "startup": "0123456789abcdef"}}
+    text = compare.table([old, new])
+    assert "changes the computation: none" in text and "execution only: none" in text
+    for what in ("they began with the same checkpoint", "Python ran the same code at its start"):
+        assert f"note: whether {what} cannot be told: `one` did not record it" in text
+    none = copy.deepcopy(new) | {"run": "three"}
+    none["outcome"]["loaded"]["sha256"] = none["host"]["versions"]["startup"] = None
+    rows = dict(dict(compare.differences([new, none]))["changes the computation"])
+    assert rows.keys() == {"outcome.loaded.sha256", "host.versions.startup"} and "note:" not in compare.table(
+        [new, none]
+    )
+
+
 @pytest.mark.parametrize("key", compare.LINEAGE)
 def test_another_lineage_is_refused_by_its_name_and_a_rumor_with_anyway(key):
     pair = [made("one"), made("two", lineage=LINEAGE | {key: "else"})]
