@@ -5,10 +5,13 @@ import os
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from nam_megatron.compile import files
 from nam_megatron.compile.compose import composed
+from nam_megatron.compile.sources import word
 from nam_megatron.conf import conf_dir
+from nam_megatron.errors import Refused
 
 CHOICE = ["preset=nam56r_smoke", "optim=muon", "+overlay=fused"]
 
@@ -66,3 +69,11 @@ def test_a_file_that_is_written_to_or_added_is_seen(tmp_path, monkeypatch):
     assert optim(*relative).lr == 0.2
     monkeypatch.chdir(tmp_path / "other")
     assert optim(*relative).lr == 0.3
+
+
+def test_a_program_with_hydra_of_its_own_keeps_it():
+    """What is refused in our words is not ours to refuse in another's."""
+    with pytest.raises(Refused, match="given twice"):
+        word("x={a:1,a:2}", ())
+    (of_others,) = OverridesParser.create().parse_overrides(["x={a:1,a:2}"])
+    assert of_others.value() == {"a": 2}

@@ -711,6 +711,7 @@ def test_what_another_program_or_text_may_say_is_no_failure(rules, text, finds):
         ("pretrain_t5.py", "--decoder-num-layers 2", "pretrain_t5.py may make it another"),
         ("pretrain_gpt.py", "$(python flags.py)", "$(python flags.py) may make it another"),
         ("pretrain_gpt.py", "$MODEL_ARGS", "$MODEL_ARGS may make it another"),
+        ("pretrain_gpt.py", "$MODEL_PARALLEL_ARGS", "GPT, 2 layers"),
         ("pretrain_gpt.py", "${VP:+--num-layers-per-virtual-pipeline-stage $VP} $SEARCH_ARGS", "GPT, 2 layers"),
     ],
 )
@@ -736,10 +737,15 @@ def test_two_fields_of_one_setting_with_two_values_are_told():
 
 
 def test_an_item_of_a_list_may_hold_several_words_and_another_list_is_another_launch():
-    tasks = {"a": {"args": ["--seq-length 4096", "--calib 9"]}, "b": {"args": ["--seq-length 8 --lr 1e-4", "--sft"]}}
+    tasks = {
+        "a": {"args": ["--seq-length 4096", "--calib 9"]},
+        "b": {"args": ["--sft --seq-length 8 --lr 1e-4", "--bf16"]},
+    }
     found = lint(yaml.safe_dump({"job": "j", "pipeline": tasks}))
     assert {"--seq-length", "8", "--lr", "1e-4", "--sft"} <= set(found.launch.words)
     assert "4096" not in found.launch.words and any("pipeline.a" in note for note in found.launch.notes)
+    tasks = {"a": {"args": ["--swiglu", "--bf16"]}, "b": {"args": ["--swiglu", "--seq-length", "8"]}}
+    assert {"--bf16", "8"} <= set(lint(yaml.safe_dump({"job": "j", "pipeline": tasks})).launch.words), "they agree"
 
 
 def test_only_what_is_wanted_and_not_given_is_asked_for():

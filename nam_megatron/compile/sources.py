@@ -56,12 +56,13 @@ class Once(overrides_visitor.HydraOverrideVisitor):
         return super().visitDictContainer(ctx)
 
 
-overrides_parser.HydraOverrideVisitor = Once
-
-
 def word(text: str, folders: Sequence[Path]) -> Word:
-    """A word as Hydra reads it. Raises what Hydra raises."""
-    (override,) = overrides_parser.OverridesParser.create().parse_overrides([text])
+    """A word as Hydra reads it. Raises what Hydra raises, and Refused."""
+    plain, overrides_parser.HydraOverrideVisitor = overrides_parser.HydraOverrideVisitor, Once
+    try:
+        (override,) = overrides_parser.OverridesParser.create().parse_overrides([text])
+    finally:  # whoever uses Hydra beside us has its own
+        overrides_parser.HydraOverrideVisitor = plain
     value = override.value()
     group = any(next((root / override.key_or_group).glob("*.yaml"), None) for root in (conf_dir(), *folders))
     return Word(text, override.key_or_group.replace("/", "."), value, group and not isinstance(value, dict), override)

@@ -552,7 +552,9 @@ def _one_launch(entries: Entries, target: Target, notes: list[str]) -> Entries:
     for path, name, node in entries:
         listed = " ".join(str(v.value) for v in node.value) if isinstance(node, yaml.SequenceNode) else ""
         pairs = (
-            [(name, node.value)] if isinstance(node, yaml.ScalarNode) else re.findall(r"--([\w-]+)[= ]?(\S*)", listed)
+            [(name, node.value)]
+            if isinstance(node, yaml.ScalarNode)
+            else re.findall(r"--([\w-]+)(?:[= ](?!--)(\S*))?", listed)
         )
         for flag, value in pairs:
             said = flag.lstrip("-").replace("-", "_")

@@ -33,7 +33,7 @@ MEGATRONS = re.compile(r"(.*/)?(pretrain_(gpt|hybrid|mamba|bert|t5|ict|retro|vlm
 PRETRAINS = re.compile(r"(.*/)?pretrain_\w+\.py")
 OTHERS = re.compile(r"pretrain_(?:bert|t5|ict|retro|vlm)\.py$")  # of these, whose models are no GPT
 # What a command prints, or a variable for a model's flags.
-COMPUTED = re.compile(r"^(?!\w+:[-+]).*[^\w, ]|(?<![a-z])(model|arch)(?![a-z])", re.IGNORECASE)
+COMPUTED = re.compile(r"^(?!\w+:[-+]).*[^\w, ]|(?<![a-z])(model(?!_parallel)|arch)(?![a-z])", re.IGNORECASE)
 STRANGERS = 3  # flags of another parser: so many that nobody misspelt them
 FORKED = 6  # the same of a script that is called as Megatron's own, of a fork
 # A port to another device, which has a parser, checks and layers of its own.
