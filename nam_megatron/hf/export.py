@@ -288,10 +288,13 @@ def other_ends(known: Path | None, given: Path, at: Path) -> Iterator[Problem]:
     at: the folder of the model's plan, and of the hashes of its data, of which `known` may be a part that was changed since.
     """
     told = (content.stored(at / DATA) or {}).get(f"{dataset.TOKENIZER}/{tokenizer.CONFIG}")
-    config, own = given / tokenizer.CONFIG, known == given != at / dataset.TOKENIZER
-    if own and told and config.is_file() and dataset.digest(config) != told:
-        said = f"`{config}` is not what it was when the model was trained"
-        yield Problem(said, hint="take it from a copy of the dataset: which token ends a text stands there")
+    if told and known != at / dataset.TOKENIZER:
+        if (ours := given / tokenizer.CONFIG).is_file() and dataset.digest(ours) == told:
+            return
+        if known and (theirs := known / tokenizer.CONFIG).is_file() and dataset.digest(theirs) != told:
+            said = f"`{theirs}` is not what it was when the model was trained"
+            yield Problem(said, hint="take it from a copy of the dataset: which token ends a text stands there")
+            return
     if known in (None, given) or not all((at / tokenizer.FILE).is_file() for at in (known, given)):
         return
     if (was := special(known)) != (now := special(given)):

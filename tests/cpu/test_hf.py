@@ -1105,10 +1105,14 @@ def test_a_datasets_own_tokenizer_that_was_changed_since_is_another(tmp_path):
     (config := tokens / tokenizer.CONFIG).write_text('{"eos_token": "a"}')
     of_data = {f"tokenizer/{tokenizer.CONFIG}": {"sha256": manifest.digest(config)}}
     (tmp_path / "data.json").write_text(json.dumps({"files": of_data}))
+    copied = shutil.copytree(tokens, tmp_path / "copy")
     assert [*export.other_ends(tokens, tokens, tmp_path)] == []
     config.write_text('{"eos_token": "b"}')
-    (problem,) = export.other_ends(tokens, tokens, tmp_path)
-    assert problem.message == f"`{config}` is not what it was when the model was trained"
+    changed = shutil.copytree(tokens, tmp_path / "changed")
+    for given in (tokens, tmp_path / "set/../set/tokenizer", changed):
+        (problem,) = export.other_ends(tokens, given, tmp_path)
+        assert problem.message == f"`{config}` is not what it was when the model was trained"
+    assert [*export.other_ends(tokens, copied, tmp_path)] == [], "as the hint says"
 
 
 def test_a_tokenizer_that_ends_documents_otherwise_is_another(spoken, tmp_path, capsys):
