@@ -11,7 +11,8 @@ each, `events.<host number>.jsonl`, since appends of several hosts to one file a
                       says it again
     built, memory     every rank: bytes of its GPU, once the model is there (its GPU, its code), after steps 1, 2, 4, 8, ... and the last
     mends             rank 0: stood, what stands in the place of others' functions, each with its hash (nam_megatron/mends)
-    loaded            rank 0: step, of the checkpoint that it begins with, 0 of weights alone; sha256, of its checksums
+    loaded            rank 0: step, of the checkpoint that it begins with, 0 of weights alone; sha256, of its checksums. 0 and null:
+                      random weights
     step              the last rank, which has the loss: a line of the log in numbers, see nam_megatron/runtime/record.py
     saving, scheduled, saved
                       rank 0: step, of a checkpoint; `scheduled`: it goes on behind the training until it is `saved`

@@ -31,7 +31,7 @@ class Events:
     """What came of a run by its own word. world: how many ranks there are; planned: steps, interval: of them from line to line.
 
     ends: how each rank has ended, badly where its last process said so; last: what each has said last.
-    loaded: steps of checkpoints, 0 of none; begun: the first of them, with the hash of its checksums; firsts: the step that each process
+    loaded: steps of checkpoints, 0 of none; begun: the first said, with the hash of its checksums; firsts: the step that each process
     said first.
     again: a step that one process said after it, a later one, or its end; early: one that it said before its start; stray: one that
     another process than the last rank's newest said; worlds: of how many ranks somebody said to be one. made_of: hashes of the code and

@@ -86,13 +86,21 @@ def test_commands_that_go_on_append_with_a_start_of_their_own(tmp_path):
     save = (f"schedule.save={tmp_path}/ckpt", "schedule.save_interval=2", "schedule.stop_every=2", *SHORT)
     first = told(tmp_path, *save)
     assert [(one["reason"], one["step"]) for one in of(first, "end")] == [("planned stop", 2)]
-    assert verdict(tmp_path, stop_every=2)[0] == "completed" and not of(first, "loaded")
+    assert verdict(tmp_path, stop_every=2)[0] == "completed"
+    assert [(one["step"], one["sha256"]) for one in of(first, "loaded")] == [(0, None)]
     whole = told(tmp_path, *save, f"schedule.load={tmp_path}/ckpt")
     assert whole[: len(first)] == first and whole[len(first)]["event"] == "start"
     second = whole[len(first) :]
     sums = checksums.whole(tmp_path / "ckpt/iter_0000002")
     assert [(one["step"], one["sha256"]) for one in of(second, "loaded")] == [(2, sums)] and second[0]["n"] == 1
-    assert outcome.of_run(tmp_path, {"nonce": "mine"})["loaded"] == {"step": 2, "sha256": sums}
+    assert outcome.of_run(tmp_path, {"nonce": "mine"})["loaded"] == {
+        "step": 0,
+        "sha256": None,
+    }  # as the first one began
+    again = events.Events(1)
+    for one in second:
+        again.hear(json.dumps(one), "mine")
+    assert again.begun == {"step": 2, "sha256": sums}
     assert {one["source"] for one in of(second, "start", "built")} == {tree_hash(PACKAGE.parent, PACKAGE.name)}
     assert [one["step"] for one in of(whole, "step")] == [1, 2, 3, 4]
     assert [(one["event"], one["step"]) for one in of(whole, "saving", "saved")] == [
