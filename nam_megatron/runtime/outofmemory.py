@@ -43,7 +43,10 @@ def where(err: BaseException, plan: Plan) -> Place:
     stack = list(frames(err))
     names = {frame.f_code.co_name for frame in stack}
     run = "backward" if names & {"backward", "backward_step"} else "forward"
-    modules = [m for m in dict.fromkeys(owner(frame) for frame in stack) if m is not None]
+    modules: list[Any] = []
+    for m in (found for frame in stack if (found := owner(frame)) is not None):
+        # What lies between two frames of one module waits for it, as a shared expert does for the experts.
+        modules[modules.index(m) if m in modules else len(modules) :] = [m]
     layers = [m for m in modules if isinstance(getattr(m, "layer_number", None), int)]
     if not layers:
         if not names & {"forward_step", "backward_step"}:

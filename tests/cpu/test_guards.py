@@ -20,7 +20,46 @@ from nam_megatron.mends import whole_step
 from nam_megatron.mends.install import Run
 from nam_megatron.runtime import heartbeat, pretrain
 from nam_megatron.runtime.nonfinite import Watch
-from nam_megatron.runtime.outofmemory import kind_of
+from nam_megatron.runtime.outofmemory import kind_of, where
+
+# Memory ------------------------------------------------------------------------------------------------------------------------------
+
+
+class Experts(torch.nn.Module):
+    def forward(self, x):
+        raise torch.OutOfMemoryError
+
+
+class Shared(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.second = torch.nn.Identity()
+
+    def forward(self, x):
+        return self.second(x)
+
+
+class Both(torch.nn.Module):
+    """Its experts run before the shared one's second half."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer_number, self.shared, self.experts = 2, Shared(), Experts()
+        self.shared.second.register_forward_pre_hook(lambda *_: self.early())
+
+    def early(self):
+        self.experts(1)
+
+    def forward(self, x):
+        return self.shared(x)
+
+
+def test_who_waits_for_the_experts_is_not_where_memory_ran_out():
+    plan = SimpleNamespace(mtp=(), layers=[SimpleNamespace(kind=kind) for kind in ("mlp", "moe")])
+    with pytest.raises(torch.OutOfMemoryError) as err:
+        torch.nn.Sequential(torch.nn.Identity(), Both())(1)
+    assert where(err.value, plan).layer == "layer 2 (moe): 1 (Both, Experts)"
+
 
 # NaN ---------------------------------------------------------------------------------------------------------------------------------
 

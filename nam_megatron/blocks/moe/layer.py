@@ -109,7 +109,7 @@ class GatheredDispatcher(LocalDispatcher):
 
     chosen: Trip
     tokens: Trip
-    sum: Trip
+    home: Trip
     known: Tensor | None  # bool [rows]: whether a token was sorted there
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,11 +137,12 @@ class GatheredDispatcher(LocalDispatcher):
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         hidden_states, self.known = self._none_behind(hidden_states), None
-        self.sum = Trip(scatter, self.ep_group)
-        return self.sum.leave(super().combine_preprocess(hidden_states))
+        self.home = Trip(scatter, self.ep_group)
+        return self.home.leave(super().combine_preprocess(hidden_states))
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        return self.sum.arrive(hidden_states)
+        """[tokens, hidden], once they are there."""
+        return self.home.arrive(hidden_states)
 
 
 class NamMoELayer(MoELayer):
@@ -152,7 +153,7 @@ class NamMoELayer(MoELayer):
     while the experts' sum does.
     """
 
-    sum: Tensor | None = None  # what the experts gave before they were asked
+    given_early: Tensor | None = None  # what the experts gave before they were asked
 
     def __init__(self, *args: Any, gemm: type[Gemm] | None = None, pg_collection: Any = None, **kwargs: Any):
         pg_collection = pg_collection or get_default_pg_collection()
@@ -197,7 +198,7 @@ class NamMoELayer(MoELayer):
         """Has the experts run between the shared expert's projections, and so, in the other order, in the backward pass."""
 
         def experts(*_: Any) -> None:
-            self.sum, _ = MoELayer.routed_experts_compute(self, sent, probs)
+            self.given_early, _ = MoELayer.routed_experts_compute(self, sent, probs)
 
         hook = self.shared_experts.linear_fc2.register_forward_pre_hook(experts)
         try:
@@ -207,9 +208,9 @@ class NamMoELayer(MoELayer):
 
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """The experts' sum, on its way."""
-        if self.sum is None:
+        if self.given_early is None:
             return super().routed_experts_compute(hidden_states, probs)
-        found, self.sum = self.sum, None
+        found, self.given_early = self.given_early, None
         return found, None
 
     def shared_input(self, hidden_states: Tensor) -> Tensor:
