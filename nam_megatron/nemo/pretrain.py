@@ -11,10 +11,11 @@ from megatron.bridge.training.state import GlobalState
 from megatron.bridge.training.utils import flop_utils
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 
+from nam_megatron.errors import raise_if
 from nam_megatron.events import RECORD, early
 from nam_megatron.mends import Trainer, install
 from nam_megatron.nemo.container import NamContainer, stack_spec
-from nam_megatron.runtime import record
+from nam_megatron.runtime import checkpoint, record
 from nam_megatron.runtime.heartbeat import HEART
 from nam_megatron.runtime.pretrain import READINGS
 
@@ -56,8 +57,11 @@ class Readings(Callback):
         self.state = context.state
         HEART.built()
         READINGS.built()
-        begun = context.state.cfg.checkpoint
-        record.loaded(context.state.train_state.step, begun.load, begun.pretrained_checkpoint)
+        begun, step = context.state.cfg.checkpoint, context.state.train_state.step
+        # Bridge has looked again which of the two there is. The first that was judged is the one that it took, or none goes on.
+        raise_if(checkpoint.exchanged(begun.load, step))
+        raise_if(checkpoint.exchanged(begun.pretrained_checkpoint, None, "schedule.pretrained"))
+        record.loaded(step, begun.load, begun.pretrained_checkpoint)
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         READINGS.step(context.state.train_state.step)

@@ -24,7 +24,7 @@ from nam_megatron.judge.resume import DATA, PLAN, SIGNED, of_others, weights_alo
 from nam_megatron.recipe import Recipe
 from nam_megatron.runtime import checksums
 from nam_megatron.tracker import RELEASE, TRACKER
-from nam_megatron.words.regular import irregular
+from nam_megatron.words.regular import closed, irregular
 from nam_megatron.words.whole import write_whole
 
 LOCK = "run.lock"
@@ -85,17 +85,27 @@ def damage(folder: Path, *, thorough: bool = True) -> Iterator[Problem]:
         JUDGED[folder] = step.name, checksums.whole(step)
 
 
-def exchanged(load: str | None, step: int) -> Iterator[Problem]:
-    """Whether another checkpoint was loaded than was judged, `step` or none: without a tracker Megatron starts from random weights."""
-    if load is None or (judged := JUDGED.get(folder := Path(load))) is None:
+def exchanged(load: str | None, step: int | None, key: str = "schedule.load") -> Iterator[Problem]:
+    """Whether another checkpoint was loaded than was judged: without a tracker Megatron starts from random weights.
+
+    step: that was loaded, 0 for none; None where only the tracker tells it. Raises Refused where it has to, and is gone.
+    """
+    if load is None or not ((judged := JUDGED.get(folder := Path(load))) or step):
         return
-    name, sums = judged
-    with contextlib.suppress(OSError):
-        loaded = tracker.word(folder) == RELEASE if name == RELEASE else name == f"iter_{step:07d}"
-        if loaded and checksums.whole(folder / name) == sums:
+    name, sums = judged or ("none", "")
+    try:
+        told = step is None or name == RELEASE
+        if (tracker.newest(folder, key).name if told else f"iter_{step:07d}") != name:
+            what = f"its `{name}` was not loaded" if judged else "it had no checkpoint then, and one was loaded"
+        elif checksums.whole(folder / name) != sums:
+            what = f"the checksums of its `{name}` are others now"
+        else:
             return
-    message = f"`{folder}` was changed after it was looked at: its `{name}` was not loaded"
-    yield Problem(message, key="schedule.load", hint="start again once nobody writes there")
+    except OSError as err:
+        yield closed(err, key)
+        return
+    message = f"`{folder}` was changed after it was looked at: {what}"
+    yield Problem(message, key=key, hint="start again once nobody writes there")
 
 
 def untold(folder: Path) -> Iterator[str]:

@@ -294,6 +294,12 @@ def test_a_checkpoint_that_was_exchanged_once_it_was_judged_is_refused(whole, tm
     assert rank.code == 2 and "was changed after it was looked at: its `iter_0000002` was not loaded" in rank.err
 
 
+def test_a_checkpoint_that_came_once_there_was_none_is_refused(tmp_path):
+    (problem,) = checkpoint.exchanged(str(tmp_path), 4)
+    assert "it had no checkpoint then, and one was loaded" in problem.message
+    assert not [*checkpoint.exchanged(str(tmp_path), 0)]
+
+
 @pytest.mark.parametrize(
     ("words", "key"),
     [

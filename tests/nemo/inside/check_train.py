@@ -37,7 +37,7 @@ import nam_megatron.nemo.container as container
 import nam_megatron.nemo.train as nemo_train
 from launch.record import steps as log
 from nam_megatron import events as events_of_a_run
-from nam_megatron import train
+from nam_megatron import tracker, train
 from nam_megatron.compile import argv
 from nam_megatron.compile.lower import translate
 from nam_megatron.data import manifest, tokenizer
@@ -242,6 +242,37 @@ def test_commands_that_stop_and_resume_are_one_run(tmp_path):
     for step in (1, 9):
         (save / "latest_checkpointed_iteration.txt").write_text(str(step))
         assert any(f"says step {step}, and `latest_train_state.pt` 4" in text for text in refusals(*goes_on))
+
+
+@pytest.mark.parametrize("start", ["load", "pretrained"])
+def test_a_checkpoint_that_was_exchanged_once_it_was_judged_is_refused(start, pretrained, tmp_path):
+    """Bridge looks at the disk again, and begins with random weights where there is none any more, or with others."""
+    folder = tmp_path / "run"
+    shutil.copytree(pretrained / "bridge", folder)
+
+    def late(words: list[str]) -> int:
+        def exchange(*_) -> None:
+            if start == "load":
+                (folder / guards.TRACKER).unlink()
+                (folder / tracker.TRACKER).unlink()
+            else:
+                with open(folder / "iter_0000002" / checksums.NAME, "a") as file:
+                    file.write("\n")
+
+        checkpoint.sign = exchange  # between the judging and the load
+        return by_bridge(words)
+
+    saved = ("schedule.save=null", "schedule.train_steps=2")
+    words = (*WORDS, *saved, f"schedule.load={folder}") if start == "load" else sft(folder.parent, "run")
+    if start == "pretrained":
+        for name in ("tokenizer", "training.jsonl"):
+            (tmp_path / name).symlink_to(pretrained / name)
+    (rank,) = ran(tmp_path / "plan.json", late, *words)
+    what = (
+        "its `iter_0000002` was not loaded" if start == "load" else "the checksums of its `iter_0000002` are others now"
+    )
+    assert rank.code == 2, rank.err[-3000:]
+    assert f"error: `{folder}` was changed after it was looked at: {what} @ schedule.{start}" in rank.err
 
 
 def refusals(*overrides: str) -> list[str]:
