@@ -7,10 +7,10 @@ field that no key decides cannot be changed.
 import contextlib
 import dataclasses
 import difflib
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ LEAVE = "leave it out; if it has to change, it needs a key in the recipe"
 ABSENT = object()
 
 
-@cache
+@functools.cache
 def reviewed(target: Target) -> Mapping[str, str]:
     """Field -> why it stays as it is, of those that no recipe key decides: the target's own, and beside this file Bridge's."""
     found: dict[str, str] = {}
@@ -63,7 +63,7 @@ def reviewed(target: Target) -> Mapping[str, str]:
     return found
 
 
-@cache
+@functools.cache
 def deciding() -> Mapping[str, str]:
     """Field -> words of a recipe that decide it, of those that are no key's own value."""
     groups = yaml.safe_load(Path(__file__).with_name("decided.yaml").read_text(encoding="utf-8"))
@@ -190,9 +190,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     if callable(value) and not dataclasses.is_dataclass(type(value)):
-        # Made anew at each construction: two are the same if they come from the same code.
-        inner = getattr(value, "func", value)
-        return f"{getattr(inner, '__module__', '')}.{getattr(inner, '__qualname__', type(inner).__qualname__)}"
+        # Made anew at each construction: two are the same if they come from the same code, and hold the same values.
+        if isinstance(value, functools.partial):
+            held = [*map(_plain, value.args), *(f"{name}={_plain(item)!r}" for name, item in value.keywords.items())]
+            return f"{_plain(value.func)}({', '.join(map(str, held))})"
+        if getattr(value, "__closure__", None) or not hasattr(value, "__qualname__"):
+            return value  # what it holds cannot be compared
+        return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
     if dataclasses.is_dataclass(value):
         return {f.name: _plain(getattr(value, f.name, None)) for f in dataclasses.fields(value)}
     return value

@@ -35,6 +35,7 @@ from megatron.bridge.training.utils.omegaconf_utils import (
     process_config_with_overrides,
 )
 from megatron.core.rerun_state_machine import RerunMode, RerunState
+from megatron.core.utils import init_method_normal
 from omegaconf import OmegaConf
 
 import nam_megatron.nemo as nemo
@@ -345,6 +346,25 @@ def test_a_misspelt_attribute_is_refused(section, name, said, ranks):
     assert said in refused.value.render()
     runtime_config_update(again := nemo.recipe("nam56r_native_dp"))
     again.validate()  # what Bridge itself keeps there is no such thing
+
+
+@pytest.mark.parametrize("name", ["init_method", "output_layer_init_method", "embedding_init_method"])
+def test_an_initialisation_is_the_recipes_with_the_width_that_it_has_there(name, ranks):
+    """Each is made of the same function of torch's, whatever its width."""
+    ranks(8)
+    derived = overridden()
+    std = getattr(derived.model, name).keywords["std"]
+    for width in (std, 0.5):
+        made = nemo.recipe("nam56r_native_dp")
+        setattr(made.model, name, init_method_normal(width))
+        refused = (
+            nullcontext() if width == std else pytest.raises(Refused, match=rf"`model\.{name}` was set to .*std=0\.5")
+        )
+        with refused:
+            runtime_config_update(made)
+    derived.model.activation_func = functools.partial(derived.model.activation_func, inplace=True)
+    with pytest.raises(Refused, match=r"`model\.activation_func` "):
+        derived.validate()
 
 
 def test_a_checkpoint_that_is_not_there(ranks, tmp_path):
