@@ -89,7 +89,7 @@ def wanted(context: Context) -> bool:
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:
-    """What hosts of one job must have in common: packages, torch, Megatron, driver, VBIOS. For comparison only."""
+    """What hosts of one job must have in common: packages, code at Python's start, torch, Megatron, driver, VBIOS. For comparison only."""
     same = {k: facts.get(k) for k in ("versions", "torch", "megatron", "driver", "driver_cuda")}
     same["vbios"] = sorted({str(g.get("vbios")) for g in facts.get("gpus") or []})
     return hashlib.sha256(json.dumps(same, sort_keys=True, default=str).encode()).hexdigest()[:12]

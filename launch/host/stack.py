@@ -3,7 +3,6 @@
 import hashlib
 import importlib.metadata
 import json
-import os
 import re
 import shlex
 import site
@@ -12,6 +11,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -125,17 +125,23 @@ def startup() -> str | None:
     sitecustomize and usercustomize; None where there is none. It may change whatever is trained, and no package's version tells.
     """
     folders = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else ())]
-    # What cannot be read, Python passes over, too.
-    files = [path for folder in folders for path in sorted(Path(folder).glob("*.pth")) if os.access(path, os.R_OK)]
-    lines = [line for path in files for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
+    files = [path for folder in folders for path in sorted(Path(folder).glob("*.pth"))]
+    lines = [line for path in files for line in _content(path).decode(errors="replace").splitlines()]
     run = [line for line in lines if line.startswith(("import ", "import\t"))]
-    names = sorted({"sitecustomize", "usercustomize", *re.findall(r"\w+", " ".join(run))} & sys.modules.keys())
-    modules = [getattr(sys.modules[name], "__file__", None) for name in names]
-    texts = [
-        *(line.encode() for line in run),
-        *(Path(file).read_bytes() for file in modules if file and os.access(file, os.R_OK)),
-    ]
+    # `a.b.go` names `a` and `a.b`.
+    words = [name.split(".") for name in re.findall(r"\w+(?:\.\w+)*", " ".join(run))]
+    names = {"sitecustomize", "usercustomize", *(name for word in words for name in accumulate(word, "{}.{}".format))}
+    modules = [getattr(sys.modules[name], "__file__", None) for name in sorted(names & sys.modules.keys())]
+    texts = [*(line.encode() for line in run), *(text for file in modules if file and (text := _content(Path(file))))]
     return hashlib.sha256(b"\0".join(texts)).hexdigest()[:16] if texts else None
+
+
+def _content(path: Path) -> bytes:
+    """Nothing of what cannot be read: Python passes over it, too."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
 
 
 def probe(lock: Lock, environ: Mapping[str, str], seconds: float = SECONDS) -> dict[str, dict[str, Any]]:

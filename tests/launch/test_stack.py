@@ -182,6 +182,13 @@ def test_what_python_runs_at_its_start_is_known_by_its_code(tmp_path, monkeypatc
     packed = SimpleNamespace(__file__=str(tmp_path / "packed.zip" / "usercustomize.py"))
     monkeypatch.setitem(sys.modules, "usercustomize", packed)
     assert stack.startup() == seen[-1], "what is no file of its own is passed over"
+    (tmp_path / "folder.pth").mkdir()
+    monkeypatch.setitem(sys.modules, "hook", SimpleNamespace(__file__=str(tmp_path)))
+    (tmp_path / "hook.pth").write_text("import hook.deep; hook.deep.go()\n")
+    for text in "12":
+        (tmp_path / "deep.py").write_text(text)
+        monkeypatch.setitem(sys.modules, "hook.deep", SimpleNamespace(__file__=str(tmp_path / "deep.py")))
+        seen.append(stack.startup())
     assert Redactor({}).tree({"startup": seen[-1]}) == {"startup": seen[-1]}
     assert len(set(seen)) == len(seen) and compare.executes("host.versions.startup") is False
 
