@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from nam_megatron.data import tokenizer as tokenizers
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.hf import export
-from nam_megatron.hf.opened import absent, another_tokenizer, identity, open_model, tokenizer_of
+from nam_megatron.hf.opened import absent, another_tokenizer, of_text, open_model, tokenizer_of
 
 KEPT = ("results", "groups", "n-shot", "n-samples", "versions", "higher_is_better", "configs")
 
@@ -49,7 +49,7 @@ class NamLM(HFLM):
         path = Path(path)
         tokens = tokenizer_of(path) if tokenizer is None else Path(tokenizer)
         raise_if(another_tokenizer(path, tokens))
-        self.identity = identity(path)
+        self.identity = of_text(path)
         model = open_model(path, dtype, device or "cpu", kernels)
         export.fits(tokens, model.config.vocab_size)
         super().__init__(

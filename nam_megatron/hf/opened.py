@@ -123,6 +123,12 @@ def another_tokenizer(path: Path, given: Path) -> Iterator[Problem]:
         yield from exports.other_ends(tokenizer_of(path), given, at)
 
 
+def of_text(path: Path) -> dict[str, Any]:
+    """`identity` of what reads text: its tokenizer is unproven where nothing says which tokens the model has learned."""
+    found = identity(path)
+    return found if known_tokens(path) else {**found, "unproven": [*found["unproven"], "tokenizer"]}
+
+
 def known_tokens(path: Path) -> bool:
     """Whether anything says which tokens a model has learned."""
     return any(exports.known_tokens(path if is_export(path) else plan_of(path, distributed.step_folder(path)).parent))

@@ -14,7 +14,7 @@ from nam_megatron import installed
 from nam_megatron.data import indexed, manifest
 from nam_megatron.data.identity import overwritten
 from nam_megatron.errors import Problem, Refused, raise_if
-from nam_megatron.hf.opened import absent, another_tokenizer, identity, known_tokens, open_model
+from nam_megatron.hf.opened import absent, another_tokenizer, of_text, open_model
 
 SECONDS = 5.0  # between two words on how far it is
 
@@ -44,10 +44,9 @@ def perplexity(
         raise Refused(Problem(f"`{split}` is no split", hint=f"there are: {', '.join(manifest.SPLITS)}"))
     made = manifest.read(dataset)
     raise_if([*manifest.damage(dataset, made, thorough=False), *overwritten(dataset, made)])
-    bound = identity(path)
+    bound = of_text(path)
     raise_if(another_tokenizer(path, dataset / manifest.TOKENIZER))
-    if not known_tokens(path):
-        bound["unproven"] = [*bound["unproven"], "tokenizer"]
+    if "tokenizer" in bound["unproven"]:
         say(f"which tokenizer `{path}` was trained with cannot be told: that of `{dataset}` is taken for it")
     model = open_model(path, dtype, device, kernels)
     raise_if(manifest.misfit(made, model.config.vocab_size))

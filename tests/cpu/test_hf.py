@@ -1516,6 +1516,7 @@ def test_the_harness_finds_the_same_in_export_and_checkpoint(
         found.append(json.loads(out))
     assert json.loads((tmp_path / "new/out.json").read_text()) == found[0]
     assert found[0]["results"] == found[1]["results"]
+    assert found[0]["unproven"] == ["tokenizer"] and "tokenizer" not in found[1]["unproven"]
     assert found[0]["results"]["own_multiple_choice"]["acc,none"] == pytest.approx(2 / 3)
     assert found[0]["results"]["own_generate_until"]["exact_match,none"] == pytest.approx(2 / 3)
     assert found[1]["weights"] == json.loads((spoken[1] / folder.MANIFEST).read_text())["weights"]
