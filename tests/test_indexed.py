@@ -249,3 +249,13 @@ def test_what_translates_is_refused_where_the_index_is_there(tmp_path):
     assert warm(*words, "data.split='100,0,0'").code == 0
     shutil.move(f"{prefix}.idx", tmp_path / "elsewhere.idx")  # on the training host
     assert warm(*words).code == 0
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json", "spiece.model"])
+def test_whatever_a_tokenizer_is_called_its_words_are_hashed(tmp_path, name):
+    (tmp_path / "model.safetensors").write_text("weights")
+    seen = []
+    for words in ("a", "b"):
+        (tmp_path / name).write_text(words)
+        seen.append(identity._tokenizer(tmp_path))
+    assert seen[0].keys() == seen[1].keys() == {f"tokenizer/{name}"} and seen[0] != seen[1]

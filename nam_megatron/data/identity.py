@@ -20,6 +20,7 @@ WHOLE, BLOCK = 2**28, 2**16
 SPECIAL = f"{manifest.TOKENIZER}/special tokens"  # as `data.json` names what else decides them; older ones lack it
 SAYING = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 VOCABULARIES = ("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt")  # of tokenizers without a `tokenizer.json`
+NO_TOKENS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".md")
 
 
 def tree(data: "Data", root: Path = Path()) -> dict[str, Any] | None:
@@ -144,4 +145,7 @@ def _tokenizer(folder: Path) -> dict[str, Any]:
         }
         of_text = found | ({"sha256": laid_out(said)} if (said := tokens(path)) is not None else {})
         return {name: of_text, SPECIAL: {"sha256": laid_out(special)}}
-    return {f"{manifest.TOKENIZER}/{n}": _file(folder / n) for n in VOCABULARIES if (folder / n).exists()}
+    named = [folder / n for n in VOCABULARIES if (folder / n).exists()]
+    # Of another kind, tekken.json or spiece.model: any file may decide it, but for weights and pages beside it.
+    named = named or sorted(p for p in folder.glob("*") if p.is_file() and p.suffix not in NO_TOKENS)
+    return {f"{manifest.TOKENIZER}/{path.name}": _file(path) for path in named}
