@@ -39,9 +39,9 @@ class Gpu:
     used_mib: float | None
     mig: bool
     ecc: bool | None
-    uncorrected: int  # memory errors since the driver was loaded
+    uncorrected: int | None  # memory errors since the driver was loaded
     repair: tuple[str, ...]  # what the driver asks for: remapping, reset
-    slowed: tuple[str, ...]
+    slowed: tuple[str, ...] | None
     sm_mhz: float | None
     max_sm_mhz: float | None
     app_mhz: float | None
@@ -91,7 +91,12 @@ def _gpu(index: int, node: ET.Element) -> Gpu:
     volatile = node.find("ecc_errors/volatile")
     errors = [e for e in volatile.iter() if "uncorrectable" in e.tag] if volatile is not None else []
     older = node.find("ecc_errors/volatile/double_bit/total")
+    counts = [_value(e.text) for e in (*errors, *([older] if older is not None else []))]
+    uncorrected = int(sum(v or 0 for v in counts))
     reasons = [e for name in ("clocks_event_reasons", "clocks_throttle_reasons") for e in node.iterfind(f"{name}/*")]
+    told = [
+        (r, e.text) for e in reasons for r in SLOWED if e.tag.endswith("reason_" + r) and "Active" in (e.text or "")
+    ]
     power = "gpu_power_readings/current_power_limit", "power_readings/power_limit"
     default = "gpu_power_readings/default_power_limit", "power_readings/default_power_limit"
     return Gpu(
@@ -102,9 +107,9 @@ def _gpu(index: int, node: ET.Element) -> Gpu:
         _number(node, "fb_memory_usage/used"),
         _text(node, "mig_mode/current_mig") == "Enabled",
         {"Enabled": True, "Disabled": False}.get(_text(node, "ecc_mode/current_ecc") or ""),
-        sum(int(_value(e.text) or 0) for e in (*errors, *([older] if older is not None else []))),
+        uncorrected if uncorrected or (counts and None not in counts) else None,
         tuple(_repair(node)),
-        tuple(dict.fromkeys(r for e in reasons if e.text == "Active" for r in SLOWED if e.tag.endswith("reason_" + r))),
+        tuple(dict.fromkeys(r for r, text in told if text == "Active")) if told else None,
         _number(node, "clocks/sm_clock"),
         _number(node, "max_clocks/sm_clock"),
         _number(node, "applications_clocks/graphics_clock"),
@@ -267,6 +272,9 @@ def ecc(gpus: Sequence[Gpu]) -> Iterator[Finding]:
         if bad:
             clean = False
             yield Finding("ecc", "fail", f"{on(bad)}: {words}", "drain the host and have it looked at")
+    if some := [g for g in gpus if g.ecc and g.uncorrected is None]:
+        clean = False
+        yield Finding("ecc", "note", f"{on(some)}: uncorrected memory errors cannot be read")
     for rows, words in ((0, "correctable"), (1, "uncorrectable")):
         if some := [g for g in gpus if g.remapped[rows]]:
             clean = False
@@ -280,8 +288,10 @@ def ecc(gpus: Sequence[Gpu]) -> Iterator[Finding]:
 
 def slowed(gpus: Sequence[Gpu]) -> Iterator[Finding]:
     for reason in SLOWED:
-        if bad := [g for g in gpus if reason in g.slowed]:
+        if bad := [g for g in gpus if reason in (g.slowed or ())]:
             yield Finding("throttle", "fail", f"{on(bad)}: {reason.replace('_', ' ')}", "cooling, power, or a sick GPU")
+    if unread := [g for g in gpus if g.slowed is None]:
+        yield Finding("throttle", "note", f"{on(unread)}: whether heat or power slows it cannot be read")
     if bad := [g for g in gpus if g.capped and not g.processes]:
         yield Finding(
             "throttle",
@@ -289,7 +299,7 @@ def slowed(gpus: Sequence[Gpu]) -> Iterator[Finding]:
             f"{on(bad)}: the power cap slows it while nothing runs",
             "its power limit, or a sick GPU",
         )
-    elif gpus and not any(g.slowed for g in gpus):
+    elif gpus and not any(g.slowed or g.slowed is None for g in gpus):
         yield Finding("throttle", "ok", "no GPU is slowed by heat or power")
 
 
@@ -360,15 +370,17 @@ def modes(gpus: Sequence[Gpu]) -> Iterator[Finding]:
     shut = [g for g in gpus if g.compute == "Prohibited"]
     alone = [g for g in gpus if g.compute not in (None, "Default", "Prohibited")]
     off = [g for g in gpus if g.persistence == "Disabled"]
+    unread = [g for g in gpus if None in (g.compute, g.persistence)]
     found: tuple[tuple[list[Gpu], Level, str, str | None], ...] = (
         (shut, "fail", "compute mode lets no process in", "as root: `nvidia-smi -c DEFAULT`"),
         (alone, "note", "compute mode lets one process in: no profiler beside a rank", None),
         (off, "note", "persistence mode is off: the driver is loaded anew for each run, and forgets clocks", None),
+        (unread, "note", "its compute or persistence mode cannot be read", None),
     )
     for bad, level, words, hint in found:
         if bad:
             yield Finding("mode", level, f"{on(bad)}: {words}", hint)
-    if gpus and not (shut or alone or off):
+    if gpus and not (shut or alone or off or unread):
         yield Finding("mode", "ok", "persistent, compute mode Default")
     if bad := [g for g in gpus if g.vbios != gpus[0].vbios]:
         said = ", ".join(sorted({g.vbios or "unknown" for g in gpus}))
@@ -400,6 +412,9 @@ def idle(gpus: Sequence[Gpu]) -> Iterator[Finding]:
             f"{on(bad)}: {used} in use by a process that cannot be seen from here",
             "look outside this container",
         )
+    if unread := [g for g in gpus if not g.processes and g.used_mib is None]:
+        clean = False
+        yield Finding("idle", "note", f"{on(unread)}: memory in use cannot be read, nor whether somebody is on it")
     if clean and gpus:
         yield Finding("idle", "ok", "no process on any GPU")
 

@@ -36,7 +36,7 @@ GPU = """
 			<clocks_event_reason_sw_power_cap>{cap}</clocks_event_reason_sw_power_cap>
 			<clocks_event_reason_hw_slowdown>{hw_slowdown}</clocks_event_reason_hw_slowdown>
 			<clocks_event_reason_hw_thermal_slowdown>{hw_thermal}</clocks_event_reason_hw_thermal_slowdown>
-			<clocks_event_reason_sw_thermal_slowdown>Not Active</clocks_event_reason_sw_thermal_slowdown>
+			<clocks_event_reason_sw_thermal_slowdown>{sw_thermal}</clocks_event_reason_sw_thermal_slowdown>
 		</clocks_event_reasons>
 		<fb_memory_usage><total>{total}</total><reserved>635 MiB</reserved><used>{used}</used></fb_memory_usage>
 		<ecc_mode><current_ecc>{ecc}</current_ecc><pending_ecc>{ecc}</pending_ecc></ecc_mode>
@@ -77,7 +77,7 @@ HEALTHY = {
     "app": "1980 MHz", "fabric": "Completed", "processes": "", "persistence": "Enabled",
     "vbios": "96.00.A5.00.1A", "gen": "5", "width": "16x",
     "replays": "0", "state": "P0", "compute": "Default", "tlimit": "56 C", "memory_temp": "35 C", "cap": "Not Active", "corrected": "3",
-    "exceeded": "No", "remapped": "0", "spare": "0 bank(s)",
+    "sw_thermal": "Not Active", "exceeded": "No", "remapped": "0", "spare": "0 bank(s)",
 }  # fmt: skip
 
 

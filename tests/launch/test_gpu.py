@@ -84,11 +84,20 @@ def test_what_is_wrong_with_one_gpu_is_said_of_it(changes, name, message):
         ({"compute": "Exclusive_Process"}, "mode", "GPU 2: compute mode lets one process in"),
         ({"remapped": "2"}, "ecc", "GPU 2: rows were remapped after uncorrectable errors"),
         ({"gen": "1", "state": "P8"}, "pcie", "GPU 2: a slower PCIe generation than it has, at rest"),
+        ({"dram": "N/A"}, "ecc", "GPU 2: uncorrected memory errors cannot be read"),
+        (
+            dict.fromkeys(("hw_slowdown", "hw_thermal", "sw_thermal"), "N/A"),
+            "throttle",
+            "GPU 2: whether heat or power slows it cannot be read",
+        ),
+        ({"compute": "N/A"}, "mode", "GPU 2: its compute or persistence mode cannot be read"),
+        ({"persistence": "N/A"}, "mode", "GPU 2: its compute or persistence mode cannot be read"),
+        ({"used": "N/A"}, "idle", "GPU 2: memory in use cannot be read, nor whether somebody is on it"),
     ],
 )
 def test_what_is_worth_knowing_of_one_gpu_is_noted(changes, name, message):
     text = smi(4, at=2, **changes)
-    assert failures(text) == set()
+    assert failures(text) == set() and not [f for f in look(text, 4) if f.name == name and f.level == "ok"]
     assert [f.message for f in look(text, 4) if f.level == "note" and f.name == name and f.message.startswith(message)]
 
 
