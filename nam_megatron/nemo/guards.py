@@ -25,9 +25,11 @@ from nam_megatron.runtime import checkpoint, tracking
 from nam_megatron.runtime.nonfinite import Watch
 from nam_megatron.runtime.padding import Unfit
 from nam_megatron.runtime.pretrain import NonFinite, report
+from nam_megatron.words.regular import kind
 
 # What Bridge leaves beside its checkpoints, and looks for when it loads one; it writes Megatron's tracker too.
 TRACKER = "latest_train_state.pt"
+STATE = "train_state.pt"  # in a step
 SIGNED = resume.SIGNED
 
 
@@ -57,21 +59,39 @@ def objections(lowering: Lowering, *, thorough: bool = True) -> Iterator[Problem
             yield Problem(f"no checkpoint of Megatron-Bridge's in `{s.load}`", key="schedule.load", hint=hint)
             return
         yield from checkpoint.damage(folder, thorough=thorough)
-        yield from at_odds(folder)
+        yield from at_odds(folder, goes_on=True)
         yield from resume.another(folder / SIGNED, lowering, thorough=thorough)
     yield from resume.occupied(lowering)
 
 
-def at_odds(folder: Path) -> Iterator[Problem]:
-    """Whether somebody has set back Megatron's tracker alone: Bridge goes by its own."""
+def at_odds(folder: Path, *, goes_on: bool = False) -> Iterator[Problem]:
+    """Whether somebody has set back Megatron's tracker alone: Bridge goes by its own.
+
+    goes_on: whether the step's own state, which no checksum is of, is missing or another's; Bridge would begin with the first sample.
+    """
     try:
-        step = str(torch.load(folder / TRACKER, weights_only=True)["step"].item())
+        step, samples = _state(folder / TRACKER)
+        if (said := tracker.word(folder)) != str(step):
+            hint = f"copy the `{STATE}` of the step that is meant over `{folder / TRACKER}`"
+            yield Problem(
+                f"`{tracker.TRACKER}` says step {said}, and `{TRACKER}` {step}", key="schedule.load", hint=hint
+            )
+        elif goes_on and (own := _state(path := folder / f"iter_{step:07d}" / STATE)) != (step, samples):
+            message = f"`{path}` says step {own[0]} and {own[1]} samples, and `{TRACKER}` {step} and {samples}"
+            yield Problem(message, key="schedule.load", hint="go back to an earlier step: both trackers name one")
+    except Refused as no:
+        yield from no.problems
+
+
+def _state(path: Path) -> tuple[int, int]:
+    """Step and samples of one of Bridge's states of a training. Raises Refused."""
+    try:
+        if what := kind(path):
+            raise ValueError(f"it is {what}")
+        state = torch.load(path, weights_only=True)
+        return state["step"].item(), state["consumed_train_samples"].item()
     except Exception as err:  # whatever a cut-off file makes torch raise
-        yield Problem(f"`{folder / TRACKER}` cannot be read: {err}", key="schedule.load")
-        return
-    if (said := tracker.word(folder)) != step:
-        hint = f"copy the `train_state.pt` of the step that is meant over `{folder / TRACKER}`"
-        yield Problem(f"`{tracker.TRACKER}` says step {said}, and `{TRACKER}` {step}", key="schedule.load", hint=hint)
+        raise Refused(Problem(f"`{path}` cannot be read: {err}", key="schedule.load")) from None
 
 
 # Once the model is built ------------------------------------------------------------------------------------------------

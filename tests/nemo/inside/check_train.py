@@ -276,6 +276,24 @@ def test_a_checkpoint_that_was_exchanged_once_it_was_judged_is_refused(start, pr
     assert f"error: `{folder}` was changed after it was looked at: {what} @ schedule.{start}" in rank.err
 
 
+def test_a_step_without_its_own_state_of_training_is_refused(pretrained, tmp_path):
+    """Bridge would go on with the data from the first sample."""
+    shutil.copytree(pretrained / "bridge", tmp_path / "run")
+    words = (*WORDS, "schedule.train_steps=2", f"schedule.load={tmp_path / 'run'}")
+    state = tmp_path / "run" / "iter_0000002" / guards.STATE
+    assert refusals(*words) == []
+    for name, value, said in (
+        ("step", 1, "step 1 and 8 samples"),
+        ("consumed_train_samples", 0, "step 2 and 0 samples"),
+    ):
+        other = torch.load(pretrained / "bridge" / "iter_0000002" / guards.STATE) | {name: torch.tensor(value)}
+        torch.save(other, state)
+        assert refusals(*words) == [f"`{state}` says {said}, and `{guards.TRACKER}` 2 and 8"]
+    state.unlink()
+    (message,) = refusals(*words)
+    assert message.startswith(f"`{state}` cannot be read: ") and "No such file" in message
+
+
 def refusals(*overrides: str) -> list[str]:
     return [problem.message for problem in guards.objections(translate(load("nam56r_smoke", (*SMALL, *overrides))))]
 
