@@ -6,8 +6,13 @@ import pytest
 from command import warm
 from presets import lowered
 
+from launch.record.outcome import against
 from launch.run import job
+from nam_megatron.budget.cost import cost
+from nam_megatron.budget.text import cost_text
+from nam_megatron.compile.lower import translate
 from nam_megatron.judge.identity import family, regime, stands
+from nam_megatron.recipe import load
 
 
 def plan(words: str):
@@ -63,6 +68,18 @@ def test_another_way_is_another_regime_of_the_same_family(name):
     assert regime(one) != regime(other)
     if name != "FP8":  # which needs other heads
         assert family(one) == family(other)
+
+
+def test_adapters_are_another_regime_without_a_utilisation():
+    """What is counted has the gradient of every weight, and most of them stay."""
+    words = ("schedule.pretrained=/p", "model.blocks.moe.expert_bias_update_rate=0.0")
+    whole, low, high = (
+        translate(load(NATIVE, [*words, *more])) for more in ((), ("feature.lora.rank=8",), ("feature.lora.rank=16",))
+    )
+    assert len({regime(each.plan) for each in (whole, low, high)}) == 3
+    figures = {"window": {"tokens_per_s_per_gpu": 25_500.0}}
+    assert [bool(against(job.forecast(each), figures, None)) for each in (whole, low)] == [True, False]
+    assert "counted with the gradient of every weight" in cost_text(cost(low.plan))
 
 
 @pytest.mark.parametrize("kernels", ["megatron", "naive"])

@@ -138,7 +138,8 @@ def forecast(lowering: Lowering) -> dict[str, Any]:
         "free_gib": round(b.free / GIB, 3),
         "fits": b.fits,
         "verdict": text.verdict(b),
-        "model_flops_per_token": c.model,
+        # It has the gradient of every weight; those beside adapters have none, and a utilisation by it would be too high.
+        "model_flops_per_token": None if describe.on(lowering.plan, "lora") else c.model,
         "megatron_flops_per_token": c.megatron,
         "peak_tflops": lowering.plan.recipe.device.bf16_tflops,
     }

@@ -185,6 +185,8 @@ def cost_text(c: Cost) -> str:
         f"tokens/s a GPU at most: {c.floor(device.bf16_tflops):,.0f} at the peak on paper ({device.bf16_tflops:g} TFLOP/s), "
         f"{c.floor(device.gemm_tflops):,.0f} at the fastest GEMM measured ({device.gemm_tflops:g})",
     ]
+    if (lora := c.plan.recipe.feature.lora) and lora.on:
+        text.append("counted with the gradient of every weight: beside adapters a token costs less")
     if c.plan.recipe.feature.fp8:
         text.append("FP8 GEMMs may go beyond these bf16 peaks")
     return "\n".join(text) + "\n"

@@ -1,7 +1,7 @@
 """What two runs must share before their figures may be compared, beside the host: the family and the regime of a plan.
 
 family: what stands, by letter and rank, MTP, residual streams and embeddings, and a digest of every width. regime: how it is carried
-out: layout, sharding, graphs, FP8, recompute, kernels, batches. Both are read from the plan, never from a name.
+out: layout, sharding, graphs, FP8, recompute, adapters, kernels, batches. Both are read from the plan, never from a name.
 """
 
 import hashlib
@@ -120,6 +120,8 @@ def _regime(plan: Plan) -> Iterator[str]:
     for name in ("cuda_graphs", "fp8", "recompute"):
         feature = on(plan, name)
         yield f"{name} {_values(feature.model_dump()) if feature else 'none'}"
+    if lora := on(plan, "lora"):
+        yield f"lora {_values(lora.model_dump())}"
     yield _values({k: v for k, v in x.model_dump().items() if k != "name"})
     for block in plan.blocks:
         if how := {k: v for k, v in block.model_dump().items() if _how(block.kind, k)}:
