@@ -20,6 +20,7 @@ SLOW, STEP = (
     250_000_000,
     120,
 )  # bytes a second to a shared file system on a bad day; seconds for a step, however long, and the end
+READ = ("load", "pretrained", "data")  # and never written
 FLEETING = ("tmpfs", "ramfs", "overlay")  # gone with the host or its container
 
 
@@ -33,7 +34,7 @@ class Mount:
 
 @dataclass(frozen=True)
 class Place:
-    """A folder that a run uses. name: what for; kind: durable, scratch, receipts or cache."""
+    """A folder that a run uses. name: what for; kind: durable, scratch, receipts, cache, or beside: on a volume that lasts."""
 
     name: str
     kind: str
@@ -69,13 +70,15 @@ def one_volume(a: Mount, b: Mount) -> bool:
 def places(recipe: Recipe, checkout: Path, environ: Mapping[str, str]) -> list[Place]:
     """Every folder that the run would write to, and its data. environ: the run's, overlay included."""
     storage, schedule = recipe.cluster.storage, recipe.schedule
-    kept = {"save": schedule.save, "load": schedule.load, "data": recipe.data.path}
+    kept = {"save": schedule.save, "load": schedule.load, "pretrained": schedule.pretrained, "data": recipe.data.path}
     kept |= {f"data {number}": part.path for number, part in enumerate(recipe.data.mixed, 1)}
+    beside = {"tokenizer": recipe.data.tokenizer, "order of samples": recipe.data.cache}
     found = [
         Place("durable", "durable", Path(storage.durable)),
         Place("scratch", "scratch", Path(storage.scratch)),
         Place("receipts and logs", "receipts", Path(storage.receipts)),
         *(Place(name, "durable", Path(path)) for name, path in kept.items() if path),
+        *(Place(name, "beside", Path(path)) for name, path in beside.items() if path),
         *(Place(name, "cache", Path(environ[name])) for name in CACHES if environ.get(name)),
     ]
     return [Place(p.name, p.kind, Path(os.path.realpath(checkout / p.path.expanduser()))) for p in found]
@@ -95,7 +98,7 @@ def root_volume(used: Sequence[Place], mounted: Sequence[Mount]) -> Iterator[Fin
         return
     on = [p.name for p in used if (m := volume(p.path, mounted)) and one_volume(m, root)]
     if on:
-        hint = "other paths: `cluster.storage`, `schedule.save`; waive it on hosts with one disk"
+        hint = "other paths: `cluster.storage`, `schedule.save`, `data`; waive it on hosts with one disk"
         yield Finding("root-volume", "fail", f"on the root volume: {', '.join(on)}", hint)
     else:
         yield Finding("root-volume", "ok", "nothing of the run lies on the root volume")
@@ -108,7 +111,7 @@ def classes(used: Sequence[Place], mounted: Sequence[Mount]) -> Iterator[Finding
     for p in used:
         if p.name in ("durable", "scratch") and not p.path.is_dir():
             said, hint = f"{p.name} folder `{p.path}` is not there", f"make it, or `cluster.storage.{p.name}=DIR`"
-        elif p.name != "data" and p.name != "load" and not _writable(p.path):
+        elif p.kind != "beside" and p.name.split()[0] not in READ and not _writable(p.path):
             said, hint = f"{p.name}: `{p.path}` cannot be written to", "another folder, or its rights"
         elif p.kind == "durable" and not p.path.is_relative_to(durable):
             said, hint = (

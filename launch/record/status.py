@@ -91,11 +91,12 @@ def status(folder: Path, silent: float, now: float) -> Status:
 def _sealed(folder: Path, content: Mapping[str, Any]) -> Status:
     figures = at(content, "outcome.figures") or {}
     window = figures.get("window") or {}
+    last = at(content, "outcome.last_step")
     end = str(at(content, "outcome.end"))
     return Status(
         content["run"],
         end,
-        _number(at(content, "outcome.last_step") or figures.get("last_step")),
+        _number(figures.get("last_step") if last is None else last),
         _number(at(content, "job.train_steps")),
         _number(window.get("median_ms")),
         _number(window.get("tokens_per_s_per_gpu")),

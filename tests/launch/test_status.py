@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from launch.record import receipt, status
+from launch.record import receipt, report, status
 from launch.record.redact import Redactor
 from launch.run import hang
 from nam_megatron import events
@@ -131,6 +131,15 @@ def test_a_sealed_run_is_as_its_receipt_says(tmp_path):
     assert (good.state, good.step, good.step_ms, good.again, good.bad) == ("completed", 50, 10.0, None, False)
     assert (bad.state, bad.why, bad.bad) == ("failed", "out of memory, rank 1", False)
     assert bad.again == "python -m launch run conf=nam56r_smoke optim.lr=1e-4"
+
+
+def test_no_step_that_every_rank_finished_is_step_0(tmp_path):
+    """The last line was of step 3, and one rank fell behind."""
+    made = started(tmp_path)
+    made.seal("failed", {"last_step": 0, "figures": {"last_step": 3, "window": None}})
+    (one,) = seen(tmp_path)
+    assert one.step == 0
+    assert "<b>0</b><span>last step</span>" in report.page([report.Run(receipt.read(made.folder), None, None)])
 
 
 def test_a_damaged_receipt_hides_no_other(tmp_path):

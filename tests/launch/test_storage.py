@@ -107,6 +107,16 @@ def test_each_missing_or_misplaced_folder_is_named(tmp_path):
     assert any("save: " in s and "outside the durable folder" in s for s in said)
 
 
+def test_weights_and_a_tokenizer_on_the_root_volume_are_named(tmp_path):
+    """They were left out, and nothing of the run was said to lie there."""
+    words = ("data=indexed", "data.path=/durable/corpus", "data.tokenizer=/opt/tokenizer", "data.cache=/var/order")
+    looked = used(recipe(*words, "schedule.pretrained=/opt/weights"))
+    (said,) = failures(storage.root_volume(looked, storage.mounts(CLUSTER)), "root-volume")
+    assert said == "on the root volume: pretrained, tokenizer, order of samples"
+    (said,) = classes(tmp_path, *folders(tmp_path), f"schedule.pretrained={tmp_path}/weights")
+    assert said.startswith("pretrained: ") and "outside the durable folder" in said
+
+
 def test_a_file_in_the_way_of_the_receipts(tmp_path):
     (tmp_path / "file").write_text("")
     (said,) = classes(tmp_path, *folders(tmp_path, receipts=tmp_path / "file/receipts"))
