@@ -9,7 +9,9 @@ from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.finetune import finetune
 from megatron.bridge.training.state import GlobalState
 from megatron.bridge.training.utils import flop_utils
+from megatron.bridge.utils.common_utils import get_rank_safe
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 
 from nam_megatron.errors import raise_if
 from nam_megatron.events import RECORD, early
@@ -17,7 +19,7 @@ from nam_megatron.mends import Trainer, install
 from nam_megatron.nemo.container import NamContainer, stack_spec
 from nam_megatron.runtime import checkpoint, record
 from nam_megatron.runtime.heartbeat import HEART
-from nam_megatron.runtime.pretrain import READINGS
+from nam_megatron.runtime.pretrain import BAD_GRADIENT, READINGS, NonFinite
 
 
 def run(made: NamContainer, operations: float) -> None:
@@ -72,6 +74,9 @@ class Readings(Callback):
         assert context.loss_dict is not None and context.optimizer is not None, "they are there at a step's end"
         state, config = context.state, context.state.cfg
         step, batch = state.train_state.step + 1, get_current_global_batch_size()
+        if config.checkpoint.save is None and get_rerun_state_machine().state == RerunState.WILL_RERUN_FROM_CHECKPOINT:
+            # Bridge would save before it leaves the step, without a folder.
+            raise NonFinite(f"step {step}, rank {get_rank_safe()}: {BAD_GRADIENT}")
         self.line.add(context.loss_dict, bool(context.skipped_iter))
         if step % config.logger.log_interval == 0:
             seconds = state.timers("interval-time").elapsed(reset=False, barrier=True)

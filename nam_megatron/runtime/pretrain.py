@@ -311,9 +311,12 @@ def whereabouts() -> str:
     return f"step {step_now()}, rank {torch.distributed.get_rank()}"
 
 
+BAD_GRADIENT = "a gradient is no number; `Unexpected result` in the log says on which rank"
+
+
 def unsaved(*_: Any, **__: Any) -> NoReturn:
     """Megatron's rerun state machine saves before it leaves a step with a bad gradient; without a folder that was a TypeError."""
-    raise NonFinite(f"{whereabouts()}: a gradient is no number; `Unexpected result` in the log says on which rank")
+    raise NonFinite(f"{whereabouts()}: {BAD_GRADIENT}")
 
 
 @cache

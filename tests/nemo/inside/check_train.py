@@ -324,6 +324,29 @@ def test_a_nan_ends_the_run_and_is_traced(step, runner, tmp_path):
     assert "Traceback" not in rank.err
 
 
+def test_a_gradient_that_is_no_number_ends_the_run(tmp_path):
+    """Without a folder to save to, Bridge's own end was a TypeError."""
+
+    def poisoned(words: list[str]) -> int:
+        provide = container.NamProvider.provide
+
+        def late(_, __, output: torch.Tensor) -> None:
+            if get_rerun_state_machine().current_iteration == 3 and output.requires_grad:
+                output.register_hook(lambda gradient: gradient * torch.nan)
+
+        def with_nan(*args, **kwargs):
+            model = provide(*args, **kwargs)
+            model.decoder.layers[2].register_forward_hook(late)
+            return model
+
+        container.NamProvider.provide = with_nan
+        return by_bridge(words)
+
+    (rank,) = ran(tmp_path / "plan.json", poisoned)
+    assert rank.code == 1, rank.err[-3000:]
+    assert "error: step 3, rank 0: a gradient is no number; " in rank.err and "Traceback" not in rank.err
+
+
 # From a pretrained checkpoint -----------------------------------------------------------------------------------------------
 
 SAMPLES = [{"input": f"What is {n} and {n}?", "output": f" It is {2 * n}.", "n": n} for n in range(10)]
