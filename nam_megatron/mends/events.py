@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
@@ -10,7 +10,7 @@ from megatron.training import checkpointing, get_args, get_timers, training
 
 from nam_megatron.events import RECORD
 from nam_megatron.mends.install import Run
-from nam_megatron.runtime import record
+from nam_megatron.runtime import pretrain, record
 
 
 def install(run: Run) -> None:
@@ -51,7 +51,15 @@ def install(run: Run) -> None:
         return told
 
     training.training_log = logged
-    follow_saves(training, checkpointing, lambda step, *_, **__: step)
+    if run.plan.recipe.schedule.save is None:
+        training.save_checkpoint = _unsaved
+    else:
+        follow_saves(training, checkpointing, lambda step, *_, **__: step)
+
+
+def _unsaved(*_: Any, **__: Any) -> NoReturn:
+    """Megatron's rerun state machine saves before it leaves a step with a bad gradient; without a folder that was a TypeError."""
+    raise pretrain.NonFinite(f"{pretrain.whereabouts()}: {pretrain.BAD_GRADIENT}")
 
 
 def follow_saves(caller: Any, checkpointing: Any, step_of: Callable[..., int]) -> None:

@@ -10,9 +10,8 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from types import MappingProxyType
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
-import megatron.training.training
 import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -118,10 +117,8 @@ def run(
     set_startup_timestamps(program_start=started, main_entry=time.time())
     install.command(install.Run(plan, operations, track, partial(begin, blind=True), look), Trainer.MEGATRON)
     GAUGES.expect(gauges)
-    args, save = parse_and_validate_args(), megatron.training.training.save_checkpoint
+    args = parse_and_validate_args()
     try:
-        if plan.recipe.schedule.save is None:
-            megatron.training.training.save_checkpoint = unsaved
         config = settings(args, stack)
         config.model.post_wrap_hooks.append(partial(install.wrapped, plan=plan))
         if plan.recipe.precision.cross_entropy == "fused":
@@ -136,7 +133,6 @@ def run(
             leave()
         raise
     finally:
-        megatron.training.training.save_checkpoint = save
         READINGS.end(steps_done(args))
         HEART.end()
         whole_step.release()
@@ -312,11 +308,6 @@ def whereabouts() -> str:
 
 
 BAD_GRADIENT = "a gradient is no number; `Unexpected result` in the log says on which rank"
-
-
-def unsaved(*_: Any, **__: Any) -> NoReturn:
-    """Megatron's rerun state machine saves before it leaves a step with a bad gradient; without a folder that was a TypeError."""
-    raise NonFinite(f"{whereabouts()}: {BAD_GRADIENT}")
 
 
 @cache
