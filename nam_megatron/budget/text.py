@@ -10,6 +10,7 @@ from nam_megatron.budget.memory import Budget, Moment, StageBudget, budget
 from nam_megatron.budget.serving import Serving, serve
 from nam_megatron.budget.static import by_kind
 from nam_megatron.compile.lower import Lowering
+from nam_megatron.judge.identity import on
 from nam_megatron.report import layout, tries
 from nam_megatron.words.sizes import BUCKETS, GIB, Line, Sizes
 
@@ -185,7 +186,7 @@ def cost_text(c: Cost) -> str:
         f"tokens/s a GPU at most: {c.floor(device.bf16_tflops):,.0f} at the peak on paper ({device.bf16_tflops:g} TFLOP/s), "
         f"{c.floor(device.gemm_tflops):,.0f} at the fastest GEMM measured ({device.gemm_tflops:g})",
     ]
-    if (lora := c.plan.recipe.feature.lora) and lora.on:
+    if on(c.plan, "lora"):
         text.append("counted with the gradient of every weight: beside adapters a token costs less")
     if c.plan.recipe.feature.fp8:
         text.append("FP8 GEMMs may go beyond these bf16 peaks")

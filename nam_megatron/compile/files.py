@@ -210,7 +210,7 @@ def _misread(root: yaml.Node | None, file: Path) -> Iterator[Problem]:
         if isinstance(node, yaml.CollectionNode) and id(node) not in seen:
             seen.add(id(node))  # an anchor may stand in itself
             left += [child for part in node.value for child in (part if isinstance(part, tuple) else (part,))]
-            for key in (part[0] for part in node.value if isinstance(part, tuple)):
+            for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
                 if isinstance(key, yaml.CollectionNode) or key.tag in NO_NAMES:
                     shown = f"`{key.value}`" if isinstance(key, yaml.ScalarNode) else "a list or mapping"
                     message = f"{short(file)}:{key.start_mark.line + 1}: {shown} cannot be a key"

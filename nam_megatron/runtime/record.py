@@ -54,11 +54,9 @@ def last_rank() -> bool:
 def loaded(step: int, *folders: str | None) -> None:
     """The model is there; folders: that it may have begun with, the first that there is. Of weights alone the step is 0, and of
     random ones, which have no hash: what a run began with is told by its first process, and not by one that is started again."""
-    sums = next(
-        (checkpoint.JUDGED[Path(name)][1] for name in folders if name and Path(name) in checkpoint.JUDGED), None
-    )
     if not torch.distributed.get_rank():
-        RECORD.say("loaded", step=step, sha256=sums)
+        judged = (checkpoint.JUDGED.get(Path(name)) for name in folders if name)
+        RECORD.say("loaded", step=step, sha256=next((sums for _, sums in filter(None, judged)), None))
 
 
 def number(value: Any) -> float | None:

@@ -169,6 +169,8 @@ class NamMoELayer(MoELayer):
             raise_if(gemm.unserved())
             keep_counts_on_gpu(self.experts, gemm, self.config.gradient_accumulation_fusion)
         self.shared_output: Tensor | None = None
+        # Whether the experts run between the shared expert's projections: not where it is run again by itself.
+        self.halves = several and self.use_shared_expert and not self.shared_experts_recompute
         c = self.config
         # Whether the shared expert's output is returned beside the experts' sum. Not where Megatron runs a layer twice, captures a part
         # of it, or takes a part of its tokens: there it looks at the first of both alone.
@@ -188,8 +190,7 @@ class NamMoELayer(MoELayer):
 
     def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         sent, probs = super().dispatch(hidden_states, probs)
-        halves = isinstance(self.token_dispatcher, GatheredDispatcher) and not self.shared_experts_recompute
-        with self._before_second_projection(sent, probs) if halves and self.use_shared_expert else nullcontext():
+        with self._before_second_projection(sent, probs) if self.halves else nullcontext():
             self.shared_output = super().shared_experts_compute(self.shared_input(hidden_states))
         return sent, probs
 
