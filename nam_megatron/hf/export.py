@@ -27,7 +27,7 @@ MODEL = Path(__file__).parent / "model"
 CODE = ("configuration_nam.py", "modeling_nam.py")
 AUTO = {"AutoConfig": "configuration_nam.NamConfig", "AutoModelForCausalLM": "modeling_nam.NamForCausalLM"}
 Say = Callable[[str], None]
-CREDENTIALS = re.compile(r"(?<=://)[^/\s\"@]+@")
+ADDRESS = re.compile(r"(?<=://)[^\s\"]+")
 
 
 def export(
@@ -104,8 +104,9 @@ def _fill(
     folder.write_json(part / "generation_config.json", {"use_cache": True, **ends})
     for name in CODE:
         shutil.copyfile(MODEL / name, part / name)
-    # An export is published: what MLflow's address has before its host is not.
-    (part / PLAN).write_text(CREDENTIALS.sub("", plan_json(lowering)), encoding="utf-8")
+    # An export is published: what MLflow's address has before its host, and as a query, is not.
+    public = ADDRESS.sub(lambda found: re.split("[?#]", found[0].rpartition("@")[2])[0], plan_json(lowering))
+    (part / PLAN).write_text(public, encoding="utf-8")
     if tokens is not None:
         tokenizer.copy(tokens, part)
     said = {"step": source.step.name, "weights": folder.fingerprint(hashes), "checkpoint": checksums.whole(source.step)}

@@ -669,6 +669,9 @@ def test_generate_reads_an_export_or_a_checkpoint(made, prompts, capsys):
         assert generate.main([str(path), "--file", str(prompts), "--new", "5", "--dtype", "fp32"]) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] and len(json.loads(said[0])["new"]) == 5
+    assert json.loads(said[0])["ended"] is None  # nothing says which token ends a text
+    assert generate.main([str(path), "--file", str(prompts), "--new", "1", "--dtype", "fp32", "--endless"]) == 0
+    assert json.loads(capsys.readouterr().out)["ended"] is False
 
 
 def test_a_sequence_that_has_ended_says_no_more():
@@ -1199,7 +1202,8 @@ def test_an_export_has_no_password_of_its_plan(made, tmp_path):
     tree["feature"]["tracking"] = dict.fromkeys(
         ("tensorboard", "wandb_project", "wandb_name", "wandb_dir", "wandb_entity")
     )
-    tree["feature"]["tracking"] |= {"mlflow": "https://me:hunter2@host.example", "mlflow_experiment": "E"}
+    address = "https://me:hunter2@/hunter2@host.example?key=hunter2"
+    tree["feature"]["tracking"] |= {"mlflow": address, "mlflow_experiment": "E"}
     shutil.copytree(made("native")[0], tmp_path / "ckpt")
     for at in (tmp_path / "ckpt", step := tmp_path / "ckpt" / "iter_0000003"):
         (at / "plan.json").write_text(plan_json(translate(from_tree(tree))))
