@@ -29,7 +29,8 @@ examples:
   python -m nam_megatron.generate runs/ckpt --prompt 'int main' --temperature 0.8 --top-p 0.95 --seed 1
   python -m nam_megatron.generate out/hf --file prompts.jsonl --batch 64 --device cuda --kernels nam_megatron > out.jsonl
 
-A line of the file is {"prompt": "text"} or {"tokens": [1, 2, 3]}; a line of the output has the same key, "text" or "new", and "ended".
+A line of the file is {"prompt": "text"} or {"tokens": [1, 2, 3]}; a line of the output has the same key, "text" or "new", and "ended",
+which is null where no tokenizer says which token ends a document.
 Exit code: 0 done, 2 refused.
 """
 
@@ -206,7 +207,8 @@ def _run(words: argparse.Namespace) -> int:
                 made: dict[str, Any] = {"new": new}
             else:
                 made = {"text": _behind(tokenizer, prompt, [t for t in new if t != end])}
-            print(json.dumps({**line, **made, "ended": bool(new) and new[-1] == end}, ensure_ascii=False), flush=True)
+            made["ended"] = bool(new) and new[-1] == end if words.endless or end is not None else None
+            print(json.dumps({**line, **made}, ensure_ascii=False), flush=True)
     return OK
 
 
