@@ -63,7 +63,8 @@ def array(contexts: Sequence[Context], points: int) -> int:
         raise Refused(Problem("the points of a Slurm array have the same hosts", key="cluster", hint=hint))
     if len(contexts) == points:
         said = [context.overrides for context in contexts]
-        sys.stdout.write(slurm.sbatch(contexts[0].lowering, said[0], contexts[0].words["time"], said))
+        first, *others = (context.lowering for context in contexts)
+        sys.stdout.write(slurm.sbatch(first, said[0], contexts[0].words["time"], said, others))
     return OK
 
 

@@ -34,11 +34,16 @@ def for_translate(overrides: Sequence[str]) -> str:
 
 
 def sbatch(
-    lowering: Lowering, overrides: Sequence[str], time: str | None = None, points: Sequence[Sequence[str]] = ()
+    lowering: Lowering,
+    overrides: Sequence[str],
+    time: str | None = None,
+    points: Sequence[Sequence[str]] = (),
+    others: Sequence[Lowering] = (),
 ) -> str:
     """A batch script: preflight on every host, each one line of a pass/fail list, then one launcher for all of them.
 
-    time: `[D-]HH:MM:SS`; None: the partition's own limit. points: the words of each run of a sweep, which becomes an array.
+    time: `[D-]HH:MM:SS`; None: the partition's own limit. points: the words of each run of a sweep, which becomes an array;
+    others: what of it is lowered otherwise.
     """
     r = lowering.plan.recipe
     limit = f"#SBATCH --time={time}\n" if time else ""
@@ -49,6 +54,7 @@ def sbatch(
         else ""
     )
     name = re.sub(r"[^\w.-]+", "-", r.preset.name)
+    notice = max(grace(one.plan.recipe, parameters(one.plan)[0]) for one in (lowering, *others))
     recipe, array, chosen, output = for_launch(overrides), "", "", "%x-%j.out"
     if (save := r.schedule.save) is not None and not points:
         first = [word for word in overrides if word.partition("=")[0] not in ("schedule.load", "schedule.changes")]
@@ -73,7 +79,7 @@ fi
 {gpus}#SBATCH --exclusive
 #SBATCH --mem=0
 #SBATCH --output={output}
-{array}{limit}#SBATCH --signal=B:TERM@{grace(r, parameters(lowering.plan)[0])}
+{array}{limit}#SBATCH --signal=B:TERM@{notice}
 set -euo pipefail
 {locked}cd "${{SLURM_SUBMIT_DIR:?}}"
 {chosen}

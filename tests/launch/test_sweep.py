@@ -1,5 +1,6 @@
 """Several runs of one command line: one after another, or a Slurm array of them."""
 
+import re
 import subprocess
 import sys
 
@@ -39,6 +40,13 @@ def test_a_sweep_is_one_slurm_array(capsys, tmp_path):
         )
         (run,) = [line for line in ran.stdout.splitlines() if line.startswith("RUN")]
         assert run.endswith(f"run preset=nam56r_native_dp optim.lr={lr}")
+
+
+def test_every_point_of_an_array_gets_the_time_that_the_largest_checkpoint_takes(capsys):
+    saved = ("format=sbatch", "schedule.save=/c", "schedule.save_interval=10")
+    scripts = [show(capsys, *saved, f"model.vocab_size={size}")[1] for size in ("4096", "262144", "4096,262144")]
+    notice = [re.search("TERM@[0-9]+", script)[0] for script in scripts]
+    assert notice[0] != notice[1] == notice[2]
 
 
 def test_what_starts_one_run_does_not_start_a_sweep(capsys):
