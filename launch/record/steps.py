@@ -201,9 +201,15 @@ def figures(said: Said, tokens_per_step: int, world: int) -> dict[str, Any]:
         "loss_finite": all(l is not None and math.isfinite(l) for l in losses) if losses else None,
         "grad_norm_last": norms[-1] if norms else None,
         "grad_norm_finite": all(n is not None and math.isfinite(n) for n in norms) if {*norms} - {None} else None,
-        "nan_steps": sum(s.values.get(NAN_STEPS, 0) for s in steps),
-        "skipped_steps": sum(s.values.get(SKIPPED, 0) for s in steps),
+        "nan_steps": _sum(s.values.get(NAN_STEPS) for s in steps),
+        "skipped_steps": _sum(s.values.get(SKIPPED) for s in steps),
     }
+
+
+def _sum(counts: Iterable[float | None]) -> float | None:
+    """None where one of them is not known."""
+    known = list(counts)
+    return None if None in known else sum(n for n in known if n is not None)
 
 
 def _window(window: Sequence[Step], tokens_per_step: int, world: int) -> dict[str, Any]:

@@ -37,6 +37,13 @@ def test_a_checkpoint_in_the_background_holds_training_only_until_it_is_handed_o
     assert steps.bad_put(steps.Said(saves=said.saves[:2]), None, None)["checkpoints"] == 0, "it was never whole"
 
 
+def test_a_count_that_a_line_lacks_is_not_none():
+    whole, less = (line(n, 100) for n in (1, 2))
+    assert (figures(whole)["skipped_steps"], figures(whole)["nan_steps"]) == (0, 0)
+    made = figures(whole, less.replace(" number of skipped iterations:   0 |", ""))
+    assert (made["skipped_steps"], made["nan_steps"]) == (None, 0)
+
+
 def test_a_real_log():
     said = steps.read(REAL.splitlines())
     assert sorted(said.steps) == [1, 2, 3, 4, 5, 6]
