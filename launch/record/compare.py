@@ -207,14 +207,19 @@ def table(receipts: Sequence[Receipt], anyway: bool = False) -> str:
     found = allowed(receipts, anyway)
     title = "figures (RUMOR)" if found else "figures"
     text = ["RUMOR: these runs are not comparable", *(f"  {printable(p.message)}" for p in found), ""] if found else []
-    for what, unrecorded in UNTOLD.items():
-        if unknown := [r["run"] for r in receipts if unrecorded(r)]:
-            text += [f"note: whether {what} cannot be told: {quoted(unknown)} did not record it", ""]
+    text += [line for said in untold(receipts) for line in (f"note: {said}", "")]
     columns = [r["run"] for r in receipts]
     for name, rows in differences(receipts):
         text += grid(name, columns, rows)
     text += grid(title, [*columns, *changes(columns)], figures(receipts))
     return "\n".join(map(printable, text))  # keys of a receipt may be anybody's, too
+
+
+def untold(receipts: Sequence[Receipt]) -> Iterator[str]:
+    """What is left out of the differences."""
+    for what, unrecorded in UNTOLD.items():
+        if unknown := [r["run"] for r in receipts if unrecorded(r)]:
+            yield f"whether {what} cannot be told: {quoted(unknown)} did not record it"
 
 
 def differences(receipts: Sequence[Receipt]) -> Iterator[tuple[str, list[Row]]]:

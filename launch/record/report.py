@@ -478,6 +478,7 @@ def _several(runs: Sequence[Run], objections: Sequence[str]) -> Iterator[str]:
     rows = ([escape(title), *map(escape, values)] for title, values in measured)
     yield f"<h2>Figures{' (RUMOR)' if objections else ''}</h2>{table(rows, [*head, *compare.changes(names)])}"
     yield from _charts(runs)
+    yield from (f'<p class="bad">{escape(said)}</p>' for said in compare.untold(receipts))
     for title, found in compare.differences(receipts):
         yield f"<h2>{escape(title.capitalize())}</h2>"
         rows = ([escape(key), *map(escape, values)] for key, values in found)

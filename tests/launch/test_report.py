@@ -12,7 +12,7 @@ import pytest
 import stand_in
 from hypothesis import given
 from hypothesis import strategies as st
-from test_compare import BOX, LINEAGE, OUTCOME, TREES
+from test_compare import BOX, LINEAGE, OUTCOME, RECIPE, TREES
 
 from launch.record import compare, receipt, report, steps
 from launch.record.redact import Redactor
@@ -123,6 +123,10 @@ def test_several_runs_are_one_page_under_the_rule_of_compare(root, tmp_path):
     report.command([str(f) for f in same], {"out": str(out)})
     text = out.read_text()
     assert "RUMOR" not in text and text.count("<polyline") == 6 and Whole(text).open == []
+    assert "cannot be told" not in text
+    old = [run(root, "u", recipe=RECIPE | {"data": {"name": "built"}}) for _ in same]
+    report.command([str(f) for f in old], {"out": str(out)})
+    assert f"whether the data is the same cannot be told: `{old[0].name}` and `{old[1].name}` did" in out.read_text()
 
 
 def test_without_a_name_the_newest_is_taken_and_which_ones_are_is_said(root, monkeypatch, capsys):
