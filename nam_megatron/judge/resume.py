@@ -2,7 +2,7 @@
 
 Megatron's checkpoint folder holds `latest_checkpointed_iteration.txt` and a folder for each step saved. Beside them the trainer writes
 `plan.json` and, but for mock data, `data.json`, the hashes of the data, of a built dataset its manifest: what computed these weights.
-Both stand in each step, too, under its checksums, so that a step of another run is known. Beside imported weights lies the tokenizer that
+Both stand in each step, too, under its checksums, as does what the run began with, so that a step of another run is known. Beside imported weights lies the tokenizer that
 was exported with them, if one was. A trainer asks before it loads, and `launch check` before anything starts.
 """
 
@@ -30,6 +30,7 @@ HASHED = f"{manifest.TOKENIZER}/{manifest.TOKENS}"  # as a dataset's manifest na
 # Beside Bridge's checkpoints, what computed them stands in a folder: there `nam_megatron.train` does not take them for its own, whose
 # count of samples they lack.
 SIGNED = "nam_megatron"
+ORIGIN = "origin.json"  # what the first process that saved there had loaded, as `data.json` has hashes
 BEGAN = "began.json"  # beside the plan: the step and the samples that a run with `schedule.pretrained` began with
 HERE = Path()
 
@@ -288,6 +289,7 @@ def foreign(step: Path) -> Iterator[str]:
     for d in same.differences(*plans):
         if d.computes and d.key not in PLACED:
             yield f"is of another run: `{d.key}` is {_shown(d.before)} in its `{PLAN}`, and {_shown(d.after)} in the run's"
-    data = [identity.stored(at / DATA) for at in (step, beside)]
-    if data[0] and data[1] and (found := identity.differing(data[0], data[1])):
-        yield f"is of another run, which was trained on other data: {quoted(found)}"
+    for name, said in ((DATA, "was trained on other data"), (ORIGIN, "began with other weights")):
+        its, runs = (identity.stored(at / name) for at in (step, beside))
+        if its and runs and (found := identity.differing(its, runs)):
+            yield f"is of another run, which {said}: {quoted(found)}"

@@ -20,7 +20,7 @@ from nam_megatron.compile.lower import Lowering
 from nam_megatron.data import identity
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.judge import resume, same
-from nam_megatron.judge.resume import DATA, PLAN, SIGNED, of_others, weights_alone
+from nam_megatron.judge.resume import DATA, ORIGIN, PLAN, SIGNED, of_others, weights_alone
 from nam_megatron.recipe import Recipe
 from nam_megatron.runtime import checksums
 from nam_megatron.tracker import RELEASE, TRACKER
@@ -116,7 +116,7 @@ def untold(folder: Path) -> Iterator[str]:
     except (Refused, OSError, ValueError):
         return  # `damage` says it
     signed = [at / DATA for at in (folder, folder / SIGNED)]
-    if bound is None or not (step / PLAN).is_file():
+    if bound is None or not all((step / name).is_file() for name in (PLAN, ORIGIN)):
         yield f"whether `{step}` is a step of this run cannot be told: the version that saved it did not bind a step to its run"
     plan = next((at for at in (folder, folder / SIGNED) if (at / PLAN).is_file()), None)
     if plan and not any(map(identity.stored, signed)):
@@ -234,9 +234,21 @@ def sign(lowering: Lowering, within: str = "") -> None:
     folder = Path(recipe.schedule.save) / within
     folder.mkdir(parents=True, exist_ok=True)
     alone(Path(recipe.schedule.save))
-    texts = {PLAN: plan_json(lowering)}
+    texts = {PLAN: plan_json(lowering)} | origin(recipe, folder)
     if data := identity.tree(recipe.data):
         texts[DATA] = json.dumps(data, indent=1) + "\n"
     for name, text in texts.items():
         write_whole(folder / name, text)
     checksums.bind(texts)
+
+
+def origin(recipe: Recipe, folder: Path) -> dict[str, str]:
+    """What the run that saves beside `folder`'s plan began with: its folder's own word, where it goes on; nothing where that is not known."""
+    schedule = recipe.schedule
+    loads = (Path(name) for name in (schedule.load, schedule.pretrained) if name)
+    began = next((place for place in loads if (place / TRACKER).is_file()), None)
+    if began and began.resolve() == Path(schedule.save or "").resolve() and not weights_alone(began):
+        weights = (identity.stored(folder / ORIGIN) or {}).get("weights")
+    else:
+        weights = JUDGED.get(began, ("", None))[1] if began else "random"
+    return {ORIGIN: json.dumps({"files": {"weights": {"sha256": weights}}})} if weights else {}

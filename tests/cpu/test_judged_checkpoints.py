@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -561,6 +562,29 @@ def test_a_step_of_another_run_or_another_step_is_told(step):
     assert found(later) == ["it was saved as `iter_0000012`"]
 
 
+def test_a_step_of_a_run_that_began_with_other_weights_is_told(step):
+    """Both have one plan but for where they began, and one data."""
+    words = (f"schedule.save={step.parent}", "schedule.save_interval=2")
+    began = step.parents[1] / "began"
+    shutil.copytree(step, began / step.name)
+    shutil.copy(step.parent / TRACKER, began)
+    (step.parent / TRACKER).rename(began.with_name(TRACKER))  # it has saved nothing yet
+    for plan in (lowered(*words), lowered(*words, f"schedule.load={began}")):
+        checkpoint.sign(lowered(f"schedule.save={began}", "schedule.save_interval=2"))
+        assert list(checkpoint.damage(began)) == []
+        checkpoint.sign(plan)
+        checksums.bind_to(step, checksums.BOUND)
+        signed(step)
+        assert list(resume.foreign(step)) == [] and resume.ORIGIN in checksums.read(step)
+    began.with_name(TRACKER).rename(step.parent / TRACKER)
+    for _ in range(2):  # who goes on with it says what it had begun with
+        checkpoint.sign(lowered(*words, f"schedule.load={step.parent}"))
+        assert list(resume.foreign(step)) == []
+    (step.parent / TRACKER).unlink()
+    checkpoint.sign(lowered(*words))
+    assert list(resume.foreign(step)) == ["is of another run, which began with other weights: `weights`"]
+
+
 def test_imported_weights_are_of_the_model_beside_them(step):
     """A run that began there has signed its own plan beside them, and may have saved nothing yet."""
     words = (f"schedule.save={step.parent}", "schedule.save_interval=2")
@@ -580,7 +604,7 @@ def test_a_plan_is_signed_whole_or_not_at_all(tmp_path):
     data = ("data=built", f"data.path={built(tmp_path / 'd', '1')}")
     lowering = lowered(f"schedule.save={tmp_path}/ckpt", "schedule.save_interval=2", *data)
     checkpoint.sign(lowering, "within")
-    assert {p.name for p in (tmp_path / "ckpt" / "within").iterdir()} == {"plan.json", "data.json"}
+    assert {p.name for p in (tmp_path / "ckpt" / "within").iterdir()} == {"plan.json", "data.json", "origin.json"}
     signed = identity.stored(tmp_path / "ckpt" / "within" / "data.json")
     assert signed == {"train.bin": "1", "train.idx": "1"}
 
