@@ -2,7 +2,7 @@
 
 import re
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -55,11 +55,11 @@ class Gpu:
     max_width: float | None = None
     gen: float | None = None
     max_gen: float | None = None
-    replays: int = 0
-    corrected: int = 0
-    remapped: tuple[int, int] = (0, 0)  # rows, for correctable and for uncorrectable errors
-    spare: tuple[int, int] = (0, 0)  # banks with few spare rows, and with none
-    sram_exceeded: bool = False
+    replays: float | None = None
+    corrected: float | None = None
+    remapped: tuple[float | None, float | None] = (None, None)  # rows, for correctable and for uncorrectable errors
+    spare: tuple[float | None, float | None] = (None, None)  # banks with few spare rows, and with none
+    sram_exceeded: bool | None = None
     headroom: float | None = None
     memory_c: float | None = None
     capped: bool = False
@@ -123,15 +123,11 @@ def _gpu(index: int, node: ET.Element) -> Gpu:
         max_width=_number(node, f"{LINK}/link_widths/max_link_width"),
         gen=_number(node, f"{LINK}/pcie_gen/current_link_gen"),
         max_gen=_number(node, f"{LINK}/pcie_gen/max_link_gen"),
-        replays=_count(node, "pci/replay_counter"),
-        corrected=sum(
-            int(_value(e.text) or 0)
-            for e in (volatile.iter() if volatile is not None else ())
-            if e.tag.endswith("_correctable")
-        ),
-        remapped=(_count(node, "remapped_rows/remapped_row_corr"), _count(node, "remapped_rows/remapped_row_unc")),
-        spare=(_count(node, f"{SPARE}_low"), _count(node, f"{SPARE}_none")),
-        sram_exceeded=_text(node, "ecc_errors/aggregate/sram_threshold_exceeded") == "Yes",
+        replays=_number(node, "pci/replay_counter"),
+        corrected=_sum(e for e in volatile.iter() if e.tag.endswith("_correctable")) if volatile is not None else None,
+        remapped=(_number(node, "remapped_rows/remapped_row_corr"), _number(node, "remapped_rows/remapped_row_unc")),
+        spare=(_number(node, f"{SPARE}_low"), _number(node, f"{SPARE}_none")),
+        sram_exceeded={"Yes": True, "No": False}.get(_text(node, "ecc_errors/aggregate/sram_threshold_exceeded") or ""),
         headroom=_headroom(node),
         memory_c=_number(node, "temperature/memory_temp"),
         capped=any(e.tag.endswith("reason_sw_power_cap") and e.text == "Active" for e in reasons),
@@ -145,8 +141,11 @@ LINK = "pci/pci_gpu_link_info"
 SPARE = "remapped_rows/row_remapper_histogram/row_remapper_histogram"
 
 
-def _count(node: ET.Element, path: str) -> int:
-    return int(_number(node, path) or 0)
+def _sum(counts: Iterable[ET.Element]) -> float | None:
+    """None where none is told, or one that is not told could be what matters."""
+    found = [_value(e.text) for e in counts]
+    known = [value for value in found if value is not None]
+    return sum(known) if known and (len(known) == len(found) or sum(known) >= CORRECTED) else None
 
 
 def _headroom(node: ET.Element) -> float | None:
@@ -262,7 +261,7 @@ def ecc(gpus: Sequence[Gpu]) -> Iterator[Finding]:
         ([g for g in gpus if g.ecc is None], "whether ECC is on cannot be read"),
         ([g for g in gpus if g.uncorrected], "uncorrected memory errors since the driver was loaded"),
         (
-            [g for g in gpus if g.corrected >= CORRECTED],
+            [g for g in gpus if (g.corrected or 0) >= CORRECTED],
             f"{CORRECTED} or more corrected memory errors since the driver was loaded",
         ),
         ([g for g in gpus if g.sram_exceeded], "SRAM errors are over the threshold at which the vendor replaces it"),
@@ -272,9 +271,16 @@ def ecc(gpus: Sequence[Gpu]) -> Iterator[Finding]:
         if bad:
             clean = False
             yield Finding("ecc", "fail", f"{on(bad)}: {words}", "drain the host and have it looked at")
-    if some := [g for g in gpus if g.ecc and g.uncorrected is None]:
-        clean = False
-        yield Finding("ecc", "note", f"{on(some)}: uncorrected memory errors cannot be read")
+    unread: dict[str, Callable[[Gpu], Any]] = {
+        "uncorrected memory errors": lambda g: g.uncorrected,
+        "corrected memory errors": lambda g: g.corrected,
+        "remapped rows": lambda g: None if None in (*g.remapped, *g.spare) else 0,
+        "whether SRAM errors are over the vendor's threshold": lambda g: g.sram_exceeded,
+    }
+    for words, told in unread.items():
+        if some := [g for g in gpus if g.ecc and told(g) is None]:
+            clean = False
+            yield Finding("ecc", "note", f"{on(some)}: {words} cannot be read")
     for rows, words in ((0, "correctable"), (1, "uncorrectable")):
         if some := [g for g in gpus if g.remapped[rows]]:
             clean = False
@@ -331,11 +337,16 @@ def pcie(gpus: Sequence[Gpu]) -> Iterator[Finding]:
         ("fewer PCIe lanes than it has", "fail", lambda g: g.width and g.max_width and g.width < g.max_width),
         ("a slower PCIe generation than it has", "fail", lambda g: slower(g) and g.state in (None, "P0")),
         ("a slower PCIe generation than it has, at rest", "note", lambda g: slower(g) and g.state not in (None, "P0")),
-        (f"{REPLAYS} or more PCIe replays since the driver was loaded", "fail", lambda g: g.replays >= REPLAYS),
+        (f"{REPLAYS} or more PCIe replays since the driver was loaded", "fail", lambda g: (g.replays or 0) >= REPLAYS),
         (
             "another PCIe link than GPU 0",
             "fail",
             lambda g: (g.max_gen, g.max_width) != (gpus[0].max_gen, gpus[0].max_width),
+        ),
+        (
+            "its PCIe link or replays cannot be read",
+            "note",
+            lambda g: None in (g.width, g.max_width, g.gen, g.max_gen, g.replays),
         ),
     )
     for words, level, test in checks:
@@ -361,8 +372,11 @@ def heat(gpus: Sequence[Gpu]) -> Iterator[Finding]:
         if bad := [g for g in gpus if test(g)]:
             clean = False
             yield Finding("heat", "fail", f"{on(bad)}: {words}, and nothing runs yet", "fans, airflow, the water")
-    if clean and (known := [g.headroom for g in gpus if g.headroom is not None]):
-        yield Finding("heat", "ok", f"{min(known):g} degrees or more below the point where GPUs slow down")
+    if unread := [g for g in gpus if None in (g.headroom, g.memory_c)]:
+        yield Finding("heat", "note", f"{on(unread)}: how warm it is cannot be read")
+    elif clean and gpus:
+        least = min(g.headroom or 0 for g in gpus)
+        yield Finding("heat", "ok", f"{least:g} degrees or more below the point where GPUs slow down")
 
 
 def modes(gpus: Sequence[Gpu]) -> Iterator[Finding]:

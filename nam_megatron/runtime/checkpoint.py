@@ -243,7 +243,7 @@ def sign(lowering: Lowering, within: str = "") -> None:
 
 
 def origin(recipe: Recipe, folder: Path) -> dict[str, str]:
-    """What the run that saves beside `folder`'s plan began with: its folder's own word, where it goes on; nothing where that is not known."""
+    """What the run that saves beside the plan in `folder` began with, as that says where it goes on; nothing where nobody knows it."""
     schedule = recipe.schedule
     loads = (Path(name) for name in (schedule.load, schedule.pretrained) if name)
     began = next((place for place in loads if (place / TRACKER).is_file()), None)
