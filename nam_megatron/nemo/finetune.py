@@ -128,6 +128,9 @@ def samples(recipe: Recipe) -> Iterator[Problem]:
     if tokenizer.eos_token_id is None:
         yield Problem("the tokenizer has no end of a text, which every answer ends with", key="data.tokenizer")
         return
+    if tokenizer.eos_token_id in _unlearned(tokenizer):
+        yield Problem(f"texts end with `{tokenizer.eos_token}`, which Bridge never learns", key="data.tokenizer")
+        return
     for folder in data.folders:
         yield from _of_folder(Path(folder) / SAMPLES, recipe, tokenizer)
 

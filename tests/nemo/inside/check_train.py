@@ -656,6 +656,14 @@ def test_an_answer_that_bridge_would_not_learn_is_refused(answer, more, said, pr
     assert unfit(*sft(pretrained), *words) == ([said.format(path)] if said else [])
 
 
+def test_an_end_that_bridge_would_not_learn_is_refused(pretrained, tmp_path):
+    encoder = AutoTokenizer.from_pretrained(pretrained / "tokenizer")
+    encoder.add_special_tokens({"eos_token": "<pad>"})
+    encoder.save_pretrained(tmp_path)
+    (said,) = unfit(*sft(pretrained), f"data.tokenizer={tmp_path}")
+    assert said == "texts end with `<pad>`, which Bridge never learns"
+
+
 @pytest.mark.parametrize("start", ["megatron", "bridge"])
 def test_answers_in_other_tokens_than_the_weights_have_learned_are_refused(pretrained, tmp_path, start):
     """A run keeps the manifest of its dataset beside its checkpoints, and that the hash of its tokenizer."""
