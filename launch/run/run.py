@@ -88,7 +88,7 @@ def known(context: Context) -> dict[str, Any]:
         "box": the_box(context),
         "words": list(context.overrides),
         "source": context.source.facts(),
-        "patches": {q.name: patched(q) for q in patches.queues()},
+        "patches": installed(),
         "mends": {mend.name: mend.sha256 for mend in needed(context.lowering.plan, Trainer(context.words["trainer"]))},
         "stands": identity.stands(context.lowering.plan),
         "recipe": job.recipe(context.lowering),
@@ -149,9 +149,9 @@ def attempt(context: Context, opened: Receipt, signals: Signals, start: Start) -
     signals.look()
     try:
         code = train(words, environ, context, opened.folder, nonce, signals)
-        if code or unchanged(context, data):
+        if code or not (other := changed(context, opened.content)):
             return code
-        return Verdict("failed", FINDINGS, "the data is no longer what it was when the run began")
+        return Verdict("failed", FINDINGS, f"{other} is no longer what it was when the run began")
     except Hung as hung:
         return Verdict("failed", FINDINGS, f"it hung: {hung}")
     except OSError as err:
@@ -160,11 +160,18 @@ def attempt(context: Context, opened: Receipt, signals: Signals, start: Start) -
         return Verdict("failed", FINDINGS, problem.message)
 
 
-def unchanged(context: Context, data: Mapping[str, Any]) -> bool:
-    """Whether a run's data is what its receipt tells of."""
+def changed(context: Context, content: Mapping[str, Any]) -> str | None:
+    """What of a run is not what its receipt tells of: it may have read either."""
+    if installed() != content["patches"]:
+        return "the installed Megatron"
     with contextlib.suppress(Refused):
-        return job.data(context) == data
-    return False
+        return None if job.data(context) == content["data"] else "the data"
+    return "the data"
+
+
+def installed() -> dict[str, Any]:
+    """What is here of what we have patches for."""
+    return {q.name: patched(q) for q in patches.queues()}
 
 
 def ended(code: int, came: Mapping[str, Any], job: Mapping[str, Any], signals: Sequence[str]) -> Verdict:

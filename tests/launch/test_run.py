@@ -23,11 +23,12 @@ import stand_in
 from command import SERVER, _child
 from ports import free_port
 
+from launch.host import patches
 from launch.record import outcome, receipt, receipts
 from launch.record.redact import Redactor
 from launch.run import job, overlay
 from launch.run.process import Process
-from launch.run.run import ended, unchanged
+from launch.run.run import changed, ended, installed
 from nam_megatron import events
 from nam_megatron.compile.lower import translate
 from nam_megatron.errors import Problem, Refused, raise_if
@@ -727,7 +728,15 @@ def test_data_that_changes_under_a_run_is_not_what_its_receipt_tells_of(root, tr
 
 def test_data_that_cannot_be_read_any_more_is_not_what_it_was(monkeypatch):
     monkeypatch.setattr(job, "data", lambda _: raise_if([Problem("it is gone")]))
-    assert not unchanged(None, {})
+    assert changed(None, {"patches": installed(), "data": {}}) == "the data"
+
+
+def test_a_megatron_that_is_exchanged_under_a_run_is_not_what_its_receipt_tells_of(monkeypatch):
+    monkeypatch.setattr(job, "data", lambda _: {})
+    before = {"patches": installed(), "data": {}}
+    assert changed(None, before) is None
+    monkeypatch.setattr(patches.Queue, "tree", lambda *_: "0" * 40)
+    assert changed(None, before) == "the installed Megatron"
 
 
 def test_a_fork_of_a_rank_says_nothing(tmp_path):
