@@ -3,7 +3,8 @@
 Megatron's checkpoint folder holds `latest_checkpointed_iteration.txt` and a folder for each step saved. Beside them the trainer writes
 `plan.json` and, but for mock data, `data.json`, the hashes of the data, of a built dataset its manifest: what computed these weights.
 Both stand in each step, too, under its checksums, as does what its run began with, so that a step of another run is known. Beside
-imported weights lies the tokenizer that was exported with them, if one was. A trainer asks before it loads, and `launch check` before anything starts.
+imported weights lies the tokenizer that was exported with them, if one was.
+A trainer asks before it loads, and `launch check` before anything starts.
 """
 
 import contextlib
