@@ -60,6 +60,19 @@ class NamLM(HFLM):
             batch_size=batch_size or 1,
         )
 
+    truncated = 0  # requests of whose beginning the model saw nothing: the harness cuts what is too long, and goes on
+
+    def _loglikelihood_tokens(self, requests: list[Any], *words: Any, **named: Any) -> Any:
+        self.truncated += sum(len(asked) + len(answer) > self.max_length + 1 for _, asked, answer in requests)
+        return super()._loglikelihood_tokens(requests, *words, **named)
+
+    def tok_batch_encode(
+        self, strings: list[str], *words: Any, left_truncate_len: int | None = None, **named: Any
+    ) -> Any:
+        if left_truncate_len:
+            self.truncated += sum(len(self.tok_encode(text)) > left_truncate_len for text in strings)
+        return super().tok_batch_encode(strings, *words, left_truncate_len=left_truncate_len, **named)
+
     def get_model_info(self) -> dict[str, Any]:
         """In the place of the harness's, which asks the Hugging Face hub for the model's name."""
         return {**self.identity, "model_dtype": str(self.model.dtype)}
@@ -108,6 +121,7 @@ def evaluate(
         "kernels": kernels,
         "lm_eval": version("lm_eval"),
         "limit": limit,
+        "truncated": model.truncated,
         "seconds": round(time.monotonic() - begin, 2),
         **{key: found[key] for key in KEPT if key in found},
     }

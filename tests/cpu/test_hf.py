@@ -1539,6 +1539,22 @@ def test_the_harness_finds_the_same_in_export_and_checkpoint(
         assert seen[f"own_{kind}"][f"{metric},none"] == pytest.approx(ours, rel=1e-5)
 
 
+def test_a_question_that_the_harness_cuts_is_counted(spoken):
+    from lm_eval.api.instance import Instance
+
+    model = pytest.importorskip("nam_megatron.hf.evaluate").NamLM(spoken[1], dtype=torch.float32)
+    model._max_length = 8
+
+    def ask(how, *given):
+        return getattr(model, how)([Instance(how, {}, given, 0)], disable_tqdm=True)
+
+    for text, each in (("a b", 0), ("a b c d e f g h i j k l", 1)):
+        model.truncated = 0
+        ask("loglikelihood", text, " c")
+        ask("generate_until", text, {"until": ["z"], "max_gen_toks": 2})
+        assert model.truncated == 2 * each
+
+
 def test_what_the_harness_cannot_evaluate_is_refused(made, spoken, questions, tmp_path, capsys):
     (tmp_path / "own.yaml").write_text("task: [")
     shutil.copytree(spoken[0], tmp_path / "changed")
