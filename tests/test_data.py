@@ -85,6 +85,12 @@ def test_documents_come_back_unchanged_each_in_one_split(tmp_path, bpe):
     assert run("check", out, "--vocabulary", 290) == 0
 
 
+def test_the_lines_of_a_source_file_end_as_they_do(tmp_path):
+    (tmp_path / "a.h").write_bytes(b"int a;\r\nint b;\rc\n")
+    (piece,) = sources.pieces(sources.source(tmp_path, "text", (".h",)))
+    assert [text for _, text in sources.documents(piece)] == ["int a;\r\nint b;\rc\n"]
+
+
 def test_a_document_stays_on_its_side(tmp_path, bpe):
     """More data, another order: what was held out is never trained on."""
     (tmp_path / "more").mkdir()

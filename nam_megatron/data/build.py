@@ -196,7 +196,10 @@ def _locked(work: Path) -> Iterator[None]:
 def _key(inputs: Sequence[Source], contents: Sequence[str], gone: Sequence[str], options: Options) -> str:
     """Hash of everything that decides the result, and of what was left out of it."""
     made_with = [manifests.digest(options.tokenizer / name) for name in (tokenizer.FILE, tokenizer.CONFIG)]
-    read: list[Any] = [[s.kind, s.field, s.suffixes, content] for s, content in zip(inputs, contents, strict=True)]
+    kinds = (
+        "tree, each end of a line as it is" if s.kind == "tree" else s.kind for s in inputs
+    )  # a build before knew one
+    read: list[Any] = [[k, s.field, s.suffixes, c] for k, s, c in zip(kinds, inputs, contents, strict=True)]
     decisive = [read, made_with, options.valid_share, options.duplicates, sources.PIECE]
     if options.skip:
         decisive.append([gone, [s.skip for s in inputs]])

@@ -286,4 +286,9 @@ def _rows(piece: Piece) -> Iterator[tuple[int, Callable[[], object]]]:
 
 def _texts(piece: Piece) -> Iterator[tuple[int, Callable[[], object]]]:
     paths = files(piece.source)[piece.first : piece.last]
-    return ((at, partial(path.read_text, "utf-8")) for at, path in enumerate(paths))
+    return ((at, partial(_text, path)) for at, path in enumerate(paths))
+
+
+def _text(path: Path) -> str:
+    """Not `read_text`, to which all ends of lines are one."""
+    return path.read_bytes().decode("utf-8")
