@@ -280,14 +280,14 @@ JOBS = {
     "export": Job(1, 6, GPU_TEST % "test_hf.py", gib=20),
     "export_kernels": Job(1, 2, GPU_TEST % "test_hf_kernels.py", gib=10),
     "serving": Job(1, 3, "benchmarks/serving.py {scratch}/serving --json {out}/serving.json"),
-    "adapters": Job(1, 5, GPU_TEST % "test_nemo_lora.py", gib=20),
+    "adapters": Job(1, 10, GPU_TEST % "test_nemo_lora.py", gib=20),
     "bridge": Job(1, 6, "benchmarks/nemo.py --out {out}/nemo.json --logs {out}/nemo --data {data} author13", "data"),
     "bridge_resumed": Job(
         1, 5, "benchmarks/nemo.py --out {out}/resumed.json --logs {out}/resumed --data {data} smoke_resumed author13_resumed", "data",
         gib=60,
     ),
     **{
-        f"continued_{name}": Job(1, 8, f"benchmarks/continued.py {{scratch}}/{name} --json {{out}}/continued_{name}.json {name}", gib=90)
+        f"continued_{name}": Job(1, 14, f"benchmarks/continued.py {{scratch}}/{name} --json {{out}}/continued_{name}.json {name}", gib=90)
         for name in ("llama_3_1_8b", "nemotron_3_nano_30b_a3b", "qwen3_30b_a3b")
     },
     "loops": Job(

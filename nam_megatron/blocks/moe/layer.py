@@ -7,8 +7,6 @@ to do until the host has launched the experts' first GEMM. With expert paralleli
 large as the router decides.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -109,7 +107,6 @@ class GatheredDispatcher(LocalDispatcher):
 
     chosen: Trip
     tokens: Trip
-    home: Trip
     known: Tensor | None  # bool [rows]: whether a token was sorted there
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,23 +134,20 @@ class GatheredDispatcher(LocalDispatcher):
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         hidden_states, self.known = self._none_behind(hidden_states), None
-        self.home = Trip(scatter, self.ep_group)
-        return self.home.leave(super().combine_preprocess(hidden_states))
+        return super().combine_preprocess(hidden_states)
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """[tokens, hidden], once they are there."""
-        return self.home.arrive(hidden_states)
+        """[ranks x tokens, hidden] -> [tokens, hidden]: a token's sum over the experts of all ranks."""
+        home = Trip(scatter, self.ep_group)
+        return home.arrive(home.leave(hidden_states))
 
 
 class NamMoELayer(MoELayer):
     """MoELayer with a dispatcher of ours, whose shared expert's output is added where the residual is.
 
     gemm: the counts stay on the GPU, and it multiplies the experts. None: Transformer Engine does, and the shared expert runs between the
-    copy of the counts to the host and the wait for it. With several ranks its first projection runs while the tokens travel, and its second
-    while the experts' sum does.
+    copy of the counts to the host and the wait for it. With several ranks it runs while the tokens travel.
     """
-
-    given_early: Tensor | None = None  # what the experts gave before they were asked
 
     def __init__(self, *args: Any, gemm: type[Gemm] | None = None, pg_collection: Any = None, **kwargs: Any):
         pg_collection = pg_collection or get_default_pg_collection()
@@ -169,8 +163,6 @@ class NamMoELayer(MoELayer):
             raise_if(gemm.unserved())
             keep_counts_on_gpu(self.experts, gemm, self.config.gradient_accumulation_fusion)
         self.shared_output: Tensor | None = None
-        # Whether the experts run between the shared expert's projections: not where it is run again by itself.
-        self.halves = several and self.use_shared_expert and not self.shared_experts_recompute
         c = self.config
         # Whether the shared expert's output is returned beside the experts' sum. Not where Megatron runs a layer twice, captures a part
         # of it, or takes a part of its tokens: there it looks at the first of both alone.
@@ -190,29 +182,8 @@ class NamMoELayer(MoELayer):
 
     def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         sent, probs = super().dispatch(hidden_states, probs)
-        with self._before_second_projection(sent, probs) if self.halves else nullcontext():
-            self.shared_output = super().shared_experts_compute(self.shared_input(hidden_states))
+        self.shared_output = super().shared_experts_compute(self.shared_input(hidden_states))
         return sent, probs
-
-    @contextmanager
-    def _before_second_projection(self, sent: Tensor, probs: Tensor) -> Iterator[None]:
-        """Has the experts run between the shared expert's projections, and so, in the other order, in the backward pass."""
-
-        def experts(*_: Any) -> None:
-            self.given_early, _ = MoELayer.routed_experts_compute(self, sent, probs)
-
-        hook = self.shared_experts.linear_fc2.register_forward_pre_hook(experts)
-        try:
-            yield
-        finally:
-            hook.remove()
-
-    def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """The experts' sum, on its way."""
-        if self.given_early is None:
-            return super().routed_experts_compute(hidden_states, probs)
-        found, self.given_early = self.given_early, None
-        return found, None
 
     def shared_input(self, hidden_states: Tensor) -> Tensor:
         """What the shared expert reads. hidden_states: [tokens, hidden], this rank's for the experts."""
