@@ -150,12 +150,21 @@ def test_the_vocabulary_of_a_tokenizer_is_a_note():
 
 
 @pytest.mark.parametrize(
-    ("script", "said"), [("pretrain_own.py", "GELU (Megatron's default), not gated, linear bias"), ("train.py", "?")]
+    ("script", "said"),
+    [
+        ("pretrain_gpt.py", "GELU (Megatron's default), not gated, linear bias"),
+        ("pretrain_llama.py", "?"),
+        ("train.py", "?"),
+    ],
 )
-def test_a_fork_with_flags_of_its_own_keeps_megatrons_defaults(script, said):
-    """Another program need not: slime's trains in bf16."""
-    found = lint(f"torchrun {script} {DESCRIBED} --rollout-size 8 --actor-num-nodes 2 --sglang-mem 0.7", "fork")
-    assert dict(describe.rows(found.args, found.model))["activation"] == said
+def test_a_fork_of_megatrons_script_keeps_its_defaults(script, said):
+    """Another program need not: slime's trains in bf16, and a Llama's own script makes RMSNorm and SwiGLU in its code."""
+    own = "--rollout-size 8 --actor-num-nodes 2 --sglang-mem 0.7 --its-a 1 --its-b 1 --max-position-embeddings 64 --its-c 1"
+    rows = dict(describe.rows((found := lint(f"torchrun {script} {DESCRIBED} {own}", "fork")).args, found.model))
+    guess = rows["parameters"].startswith("?; by Megatron's defaults ")
+    assert rows["activation"] == said and guess is (said == "?") is (
+        describe.data(found.args, found.model)["parameters"] is None
+    )
 
 
 def test_many_launches_of_every_family():

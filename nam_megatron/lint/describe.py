@@ -10,7 +10,7 @@ from nam_megatron.errors import counted
 from nam_megatron.lint.model import ATTENTION, SYMBOLS, TITLES, Model, known
 from nam_megatron.lint.rules.companions import idle
 from nam_megatron.lint.rules.parser import ALIASES, IDLE, OLD, incomplete, left_open, own
-from nam_megatron.lint.values import PRETRAINS, Args, NotKnown, Open
+from nam_megatron.lint.values import Args, NotKnown, Open
 
 # Said by few launches, and part of what is trained: shown as written.
 ALSO = (
@@ -48,6 +48,8 @@ ROWS = {
     "start": "init_method_std init_method_xavier_uniform load pretrained_checkpoint",
     "layout": "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size",
 }
+# Scripts that build Megatron's own models in its forks, too: pretrain_llama.py makes a Llama of its code.
+OF_FORKS = re.compile(r"(.*/)?pretrain_(gpt2?|hybrid|mamba|bert|t5)\.py")
 DEFAULT = re.compile(r"(tied to the output|learned table of \S+|\S+) \(default[^)]*\)")
 
 
@@ -97,7 +99,7 @@ def rows(a: Args, m: Model) -> Iterator[tuple[str, str]]:
 
 def defaults_unknown(a: Args, m: Model) -> bool:
     """Whether words that are not here, or a program that is not Megatron's, may say what these leave out."""
-    of_another = bool(a.foreign) and not PRETRAINS.fullmatch(a.launch.script or "")
+    of_another = bool(a.foreign) and not OF_FORKS.fullmatch(a.launch.script or "")
     return (in_part(a, m) or of_another) and not m.described
 
 
@@ -186,7 +188,7 @@ def data(a: Args, m: Model) -> dict[str, object]:
         ),
         "mtp": known(lambda: {"depths": m.mtp_depths, "kinds": list(m.mtp_layers)}),
         "parameters": None
-        if a.shaping
+        if a.shaping or known(lambda: guessed(a, m), True)
         else known(lambda: {"total": m.count.total, "active": m.count.active, "by": dict(m.count.by)}),
         "arguments": {name: _plain(a.value(name)) for name in sorted(a.given)},
         "text": dict(rows(a, m)),
@@ -253,7 +255,14 @@ def _parameters(a: Args, m: Model) -> str:
     elif m.vocabulary_is_the_tokenizers:
         rest = ", if the tokenizer has as many entries as --vocab-size says"
     active = f", {m.count.active:,} active per token" if m.count.active != m.count.total else ""
-    return f"{'?; without those flags ' if a.shaping else ''}{m.count.total:,}{active}{rest}"
+    guess = "?; without those flags " if a.shaping else "?; by Megatron's defaults " if guessed(a, m) else ""
+    return f"{guess}{m.count.total:,}{active}{rest}"
+
+
+def guessed(a: Args, m: Model) -> bool:
+    """Whether the count stands on what is not said, and another program may say otherwise."""
+    names = ("position_embedding_type use_rotary_position_embeddings", ROWS["activation"], "normalization")
+    return defaults_unknown(a, m) and not a.of_megatron and not all(a.any_said(*n.split()) for n in names)
 
 
 def _otherwise(a: Args) -> str:

@@ -19,6 +19,7 @@ from nam_megatron.errors import Problem, Refused, quoted
 from nam_megatron.lint import checkpoint, container, follow, huggingface, others, python
 from nam_megatron.lint.shell import Lexer, ShellError
 from nam_megatron.targets import Target
+from nam_megatron.targets.target import Flag
 from nam_megatron.words.nested import Loader, compose
 
 if TYPE_CHECKING:
@@ -424,6 +425,8 @@ def _yaml(text: str, target: Target, name: str) -> Launch:
         raise Refused(Problem(what, hint=FORMS))
     dashed = any(name.startswith("--") for _, name, _ in entries)
     if swept := [name for _, name, node in entries if _swept(name, node, target)]:
+        if all(isinstance(node, yaml.SequenceNode) for _, name, node in entries if _flag(name, target)):
+            swept = [n for _, n, _ in entries if (flag := _flag(n, target)) and not flag.nargs]  # `[1]` of lists, too
         notes.append(
             f"lists where a flag takes one value, as a sweep has them: read is the first of each, {len(swept)} here"
         )
@@ -444,22 +447,26 @@ def _yaml(text: str, target: Target, name: str) -> Launch:
 
 def _swept(name: str, node: yaml.Node, target: Target) -> bool:
     """Whether a list stands where a flag takes one value, and not a list in one text."""
-    flag = target.by_name("--" + name.lstrip("-").replace("_", "-")) or target.by_dest.get(name.replace("-", "_"))
+    flag = _flag(name, target)
     return (
         isinstance(node, yaml.SequenceNode) and flag is not None and not flag.nargs and flag.type not in others.AS_TEXT
     )
 
 
+def _flag(name: str, target: Target) -> Flag | None:
+    return target.by_name("--" + name.lstrip("-").replace("_", "-")) or target.by_dest.get(name.replace("-", "_"))
+
+
 def _names_one(name: str, node: yaml.Node, target: Target) -> bool:
     """Whether a number is said by the name of a field."""
-    flag = target.by_dest.get(name.lstrip("-").replace("-", "_"))
+    flag = _flag(name, target)
     field_ = r"[a-z]\w*_\w+"
     return bool(flag and flag.type in ("int", "float")) and bool(re.fullmatch(field_, str(node.value)))
 
 
 def _tells(name: str, node: yaml.Node, target: Target) -> bool:
     """Whether a sentence stands where a flag takes a number or one of a few words."""
-    flag = target.by_dest.get(name.lstrip("-").replace("-", "_"))
+    flag = _flag(name, target)
     sentence = re.match(r"[A-Za-z]+(?:[,:;]? [a-z]+){3}", str(node.value))
     return bool(flag and (flag.choices or flag.type in ("int", "float")) and sentence)
 

@@ -45,9 +45,11 @@ PORT = re.compile(
 DEEPSPEED = re.compile(r"--zero[-_]stage\b|deepspeed|(?<![a-z])ds_(pretrain|ssh)", re.IGNORECASE)
 # Words of flags that decide which model it is, in forks that were read.
 SHAPING = re.compile(
-    r"(?<![a-z])(attention|latent|mla|kv|gqa|mlp|(sw|ge)?glu|rms|(rms)?norm|rope|yarn|alibi|moe|experts?|dense|gate|dims?|heads?"
+    r"(?<![a-z])(attention|latent|mla|kv|gqa|mlp|(swi|ge)?glu|rms|(rms)?norm|rope|yarn|alibi|moe|experts?|dense|gate|dims?|heads?"
     r"|multiple|intermediate|mixer|conv(2d)?|retro)(?![a-z])"
 )
+# Of which no model hangs: how layers run, and what samples from them.
+RUNNING = re.compile(r"fus(ed|ion)|recompute|overlap|async|sglang|vllm|rollout|backend")
 # What a template's engine, or a person, puts a value in for.
 TEMPLATE = re.compile(r"\{\{?\s*[\w.\[\]'\"|() -]+\}?\}|<[A-Za-z][\w .-]*>|%\(?\w+\)?[s%]|@\w+@|[xX]{2,}|TODO|TBD")
 
@@ -317,10 +319,12 @@ class Args:
     @cached_property
     def shaping(self) -> list[str]:
         """Flags of others that may decide which model it is, by the words of their names: no more is known of them."""
-        spec = self.value("spec") if self.foreign and self.said("spec") else []
+        spec = self.value("spec") if self.said("spec") else []
         stock = isinstance(spec, list) and all(word.startswith("megatron.core") for word in spec[:1])
-        unknown = [t.about for t in self.trouble if t.rule == "unknown-flag" and not t.detail]
-        own = [f for f in dict.fromkeys(self.foreign + unknown) if f not in REMOVED and SHAPING.search(f)]
+        # A word more than one of Megatron's is no misspelling: `--t5-swiglu`.
+        strange = [t for t in self.trouble if t.rule == "unknown-flag" and not t.fix]
+        others = dict.fromkeys(self.foreign + [t.about for t in strange if not _misspelt(t, 0.9, False)])
+        own = [f for f in others if f not in REMOVED and SHAPING.search(f) and not RUNNING.search(f)]
         own += [t.about for t in self.trouble if t.rule == "unknown-variable" and COMPUTED.search(t.detail)]
         own += OTHERS.findall(self.launch.script or "")
         return own if stock else ["--spec", *own]

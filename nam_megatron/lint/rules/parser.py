@@ -83,6 +83,9 @@ MODELS = re.compile(r"--([\w-]+-)?model-(provider|type|arch|name)")
 OWN_WORDS = {
     "pipeline-split": re.compile("layer|stage|pipeline|split"),
     "default-ffn": re.compile("multiple|ffn|intermediate"),
+    "default-activation": re.compile("glu|gelu|relu|activation-f|silu"),
+    "default-positions": re.compile("rope|rotary|alibi|position"),
+    "default-normalization": re.compile("(?<!grad-)norm"),
     **dict.fromkeys(("default-top-k", "default-balancing", "moe-sequential"), re.compile("moe|expert|router")),
 }
 

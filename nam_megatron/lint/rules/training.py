@@ -5,6 +5,7 @@ from functools import partial
 
 from nam_megatron.lint.model import Model, known
 from nam_megatron.lint.rules.laws import law
+from nam_megatron.lint.rules.parser import forked
 from nam_megatron.lint.rules.rule import COST, FAIL, MOE, OPEN, VALIDATE, WRONG, Rule, each
 from nam_megatron.lint.values import Args
 
@@ -43,7 +44,8 @@ def _iterations_and_samples(a: Args, m: Model) -> Iterator[str]:
 
 def _documents(a: Args, m: Model) -> Iterator[str]:
     """Flags of the data set that make something which no layer of this model takes."""
-    masked = a.transformer_impl == "local" and not (m.recurrent or m.dsa)
+    older = forked(a) and not a.said("transformer_impl")  # an older Megatron's layers take the mask
+    masked = (older or a.transformer_impl == "local") and not (m.recurrent or m.dsa)
     if any("packed" in t.about for t in a.trouble) or any("packed" in flag for flag in a.foreign):
         return  # a fork keeps documents apart in its own way
     idle = {"reset_attention_mask": _unread(m)} if a.reset_attention_mask and not masked else {}
