@@ -256,6 +256,7 @@ JOBS = {
         )
         for how, minutes in (("settled", 6.5), ("balanced", 3.5))
     },
+    "travel": Job(2, 1.5, "benchmarks/travel.py --out {out}/travel.json"),
     "fp8": Job(
         1, 8,
         "benchmarks/measure.py --profile --out {out}/fp8.json --data {data} native52_64_torch native52_64 native52_64_tensorwise"
