@@ -70,7 +70,7 @@ class Record:
         host = int(environ.get(HOST, 0))
         several = int(environ.get(HOSTS, 1)) > 1
         self.open(plan.absolute().parent, nonce, int(environ.get("RANK", 0)), host if several else None)
-        made_of = {"source": tree_hash(PACKAGE.parent, PACKAGE.name), "plan": digest(plan)}
+        made_of = {"source": source(), "plan": digest(plan)}
         self.say("start", trainer=trainer, world=int(environ.get("WORLD_SIZE", 1)), host=host, **made_of)
 
     @property
@@ -132,6 +132,11 @@ def _plain(node: Any) -> Any:
     if isinstance(node, dict):
         return {key: _plain(value) for key, value in node.items()}
     return str(node) if isinstance(node, float) and not math.isfinite(node) else node
+
+
+def source() -> str:
+    """The hash of the code of this package, as it lies there. Raises OSError."""
+    return tree_hash(PACKAGE.parent, PACKAGE.name)
 
 
 def digest(plan: Path) -> str | None:

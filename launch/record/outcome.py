@@ -146,14 +146,19 @@ def told(found: Mapping[str, Any]) -> str:
     return f"{found['what']}, line {found['line']} of the log{rank}"
 
 
+def done(outcome: Mapping[str, Any]) -> int | None:
+    """The last step of a run, as its ranks say it; else as its log does."""
+    said: int | None = at(outcome, "last_step")
+    return at(outcome, "figures.last_step") if said is None else said
+
+
 def summary(outcome: Mapping[str, Any], unit: str) -> str:
     """A run in a few lines, for the terminal and the log."""
     figures, memory = outcome["figures"], outcome["memory"]
     loss, norm = (f"{x:.5g}" if isinstance(x := figures[key], float) else x for key in ("loss_last", "grad_norm_last"))
     last = f"loss {loss}, gradient norm {norm}" if figures["steps"] else "no step"
     text = [f"{outcome['end']}: {outcome['reason']}" if outcome.get("reason") else str(outcome["end"])]
-    done = figures["last_step"] if outcome["last_step"] is None else outcome["last_step"]
-    text += [f"steps {done or 0} of {figures['planned_steps'] or '?'}; {last}"]
+    text += [f"steps {done(outcome) or 0} of {figures['planned_steps'] or '?'}; {last}"]
     if window := figures["window"]:
         spread = f"p10 {window['p10_ms']}, p90 {window['p90_ms']}; steps {window['first']} to {window['last']}"
         text += [f"{window['median_ms']} ms a step ({spread}), {window['tokens_per_s_per_gpu']} tokens/s/{unit}"]

@@ -204,14 +204,13 @@ def _lineage(r: Mapping[str, Any]) -> str:
 
 
 def _tiles(r: Mapping[str, Any]) -> str:
-    last = at(r, "outcome.last_step")
     figures = {
         "ms a step, median": at(r, "outcome.figures.window.median_ms"),
         f"tokens/s/{compare.unit([r])}": at(r, "outcome.figures.window.tokens_per_s_per_gpu"),
         "of the peak, our count": _percent(at(r, "outcome.against_forecast.model_flops_utilisation")),
         "GiB allocated at most": at(r, "outcome.memory.peak_allocated_gib"),
         "loss, last": at(r, "outcome.figures.loss_last"),
-        "last step": at(r, "outcome.figures.last_step") if last is None else last,
+        "last step": outcome.done(at(r, "outcome")),
     }
     cells = (
         f"<div class=tile><b>{escape(_number(v))}</b><span>{k}</span></div>"

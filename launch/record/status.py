@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.record import events, receipt, steps
+from launch.record import events, outcome, receipt, steps
 from launch.record.receipts import RECEIPTS
 from launch.record.redact import MARK
 from launch.run import hang
@@ -91,12 +91,11 @@ def status(folder: Path, silent: float, now: float) -> Status:
 def _sealed(folder: Path, content: Mapping[str, Any]) -> Status:
     figures = at(content, "outcome.figures") or {}
     window = figures.get("window") or {}
-    last = at(content, "outcome.last_step")
     end = str(at(content, "outcome.end"))
     return Status(
         content["run"],
         end,
-        _number(figures.get("last_step") if last is None else last),
+        _number(outcome.done(at(content, "outcome"))),
         _number(at(content, "job.train_steps")),
         _number(window.get("median_ms")),
         _number(window.get("tokens_per_s_per_gpu")),

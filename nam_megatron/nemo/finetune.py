@@ -4,7 +4,6 @@ Bridge would cut samples that are too long, and train on whatever stands in the 
 megatron-bridge 0.6.2.
 """
 
-import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,6 +21,7 @@ from nam_megatron import tracker
 from nam_megatron.compile.argv import plan_json
 from nam_megatron.compile.lower import Lowering
 from nam_megatron.data.identity import SAMPLES
+from nam_megatron.data.manifest import digest
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.judge import resume, same
 from nam_megatron.nemo import guards
@@ -224,7 +224,7 @@ def _began(recipe: Recipe) -> dict[str, str]:
 
 
 def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+    return digest(path) if path.is_file() else ""
 
 
 def resumed(recipe: Recipe) -> Iterator[Problem]:

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from nam_megatron.events import PACKAGE, RECORD
-from nam_megatron.words.tree import tree_hash
+from nam_megatron import events
+from nam_megatron.events import RECORD
 
 MARK = "nam_megatron.readings"
 
@@ -79,7 +79,7 @@ def _hidden(uuid: Any) -> str | None:
 def _source() -> str | None:
     """The code of which much was imported since the start; None where it changes at this moment, so that it is another's at the start."""
     with contextlib.suppress(OSError):
-        return tree_hash(PACKAGE.parent, PACKAGE.name)
+        return events.source()
     return None
 
 

@@ -118,7 +118,7 @@ def test_code_that_changes_while_it_is_read_is_another_and_ends_no_training(tmp_
         asked.append(1)
         raise FileNotFoundError("a module is not there any more")
 
-    monkeypatch.setattr(readings, "tree_hash", gone)
+    monkeypatch.setattr(readings.events, "source", gone)
     monkeypatch.setattr(readings, "memory", lambda: dict.fromkeys(steps.BYTES, 0))
     monkeypatch.setattr(readings, "device", dict)
     monkeypatch.setattr(readings, "RECORD", Record())
