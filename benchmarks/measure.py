@@ -39,6 +39,7 @@ FULL_ONE = ("cluster=h200_1", "schedule.global_batch_size=16", "schedule.train_s
 # As many microbatches on each of two GPUs.
 FULL_TWO = ("cluster=h200_2", "schedule.global_batch_size=32", *FULL_ONE[2:])
 FULL_FOUR = ("cluster=h200_4", GBS64, *FULL_ONE[2:])
+FULL_EIGHT = ("cluster=h200_8", "schedule.global_batch_size=128", *FULL_ONE[2:])
 SETTLED = (
     "schedule.train_steps=60",
     "schedule.decay_steps=60",
@@ -150,7 +151,14 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "native52_one_extras": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE, f"{EXPERTS}quack", FLASH)),
     "native52_one_all": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE, f"{EXPERTS}quack", FLASH, *NATIVE8)),
-    "native52_two_all": ("nam56r_native_dp_fused", (*FULL_TWO, *WHOLE, f"{EXPERTS}quack", FLASH, *NATIVE8)),
+    **{
+        f"{stack}52_{number}_all": (preset, (*full, *micro, *WHOLE, f"{EXPERTS}quack", FLASH, *eights))
+        for number, full in (("two", FULL_TWO), ("four", FULL_FOUR), ("eight", FULL_EIGHT))
+        for stack, preset, micro, eights in (
+            ("native", "nam56r_native_dp_fused", (), NATIVE8),
+            ("author", "nam56r_fused", (MBS2,), (SOME8, RATES, INPUTS, KEPT, PREPARED)),
+        )
+    },
     **{
         f"{stack}52_two_{name}": (preset, (*FULL_TWO, *micro, *WHOLE, *LAYOUTS[name]))
         for stack, preset, micro in (("native", "nam56r_native_dp_fused", ()), ("author", "nam56r_fused", (MBS2,)))
@@ -164,19 +172,15 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "native52_two_exchanged": ("nam56r_native_dp_fused", (*FULL_TWO, "parallel.expert=2", "execution.moe.dispatcher=alltoall")),
     "author52_two_exchanged": ("nam56r_fused", (*FULL_TWO, MBS2, "parallel.expert=2", "execution.moe.dispatcher=alltoall")),
     "native52_two_eager": ("nam56r_native_dp_fused", (*FULL_TWO, f"{EXPERTS}quack", FLASH, *NATIVE8)),
-    "author52_two_all": (
-        "nam56r_fused", (*FULL_TWO, MBS2, *WHOLE, f"{EXPERTS}quack", FLASH, SOME8, RATES, INPUTS, KEPT, PREPARED)
-    ),
-    "native52_four_all": ("nam56r_native_dp_fused", (*FULL_FOUR, *WHOLE, f"{EXPERTS}quack", FLASH, *NATIVE8)),
-    "author52_four_all": (
-        "nam56r_fused", (*FULL_FOUR, MBS2, *WHOLE, f"{EXPERTS}quack", FLASH, SOME8, RATES, INPUTS, KEPT, PREPARED)
-    ),
     "native52_four_data": ("nam56r_native_dp_fused", (*FULL_FOUR, *WHOLE)),
     "author52_four_data": ("nam56r_fused", (*FULL_FOUR, MBS2, *WHOLE)),
     "native52_four_gathered": ("nam56r_native_dp_fused", (*FULL_FOUR, *WHOLE, "parallel.expert=4", "execution.moe.dispatcher=gathered")),
+    "native52_eight_gathered": ("nam56r_native_dp_fused", (*FULL_EIGHT, *WHOLE, "parallel.expert=8", "execution.moe.dispatcher=gathered")),
+    "native52_eight_exchanged": ("nam56r_native_dp_fused", (*FULL_EIGHT, "parallel.expert=8", "execution.moe.dispatcher=alltoall")),
     # The articles' layout, the same without its FSDP, and that as one graph.
     **{
-        f"{stack}52_four_{name}": (preset, (*FULL_FOUR, *micro, f"+overlay=[{overlays}]", *more))
+        f"{stack}52_{number}_{name}": (preset, (*full, *micro, f"+overlay=[{overlays}]", *more))
+        for number, full in (("four", FULL_FOUR), ("eight", FULL_EIGHT))
         for stack, preset, micro in (("native", "nam56r_native_dp_fused", ()), ("author", "nam56r_fused", (MBS2,)))
         for name, overlays, more in (
             ("fsdp", "tp_sp_ep,fsdp_ep", ()),

@@ -236,6 +236,18 @@ JOBS = {
         ' --with "cluster=h200_4 +overlay=[tp_sp_ep,fsdp_ep]"',
         gib=20,
     ),
+    # The same on eight, and experts over all of them by each dispatcher.
+    "eight": Job(
+        8, 4, "benchmarks/measure.py --profile --out {out}/eight.json --data {data} native52_eight_all author52_eight_all", "data"
+    ),
+    **{
+        f"eight_{stack}_{name}": Job(
+            8, 4,
+            f"benchmarks/measure.py --profile --out {{out}}/eight_{stack}_{name}.json --data {{data}} {stack}52_eight_{name}",
+            "data",
+        )
+        for stack, name in (("native", "gathered"), ("native", "exchanged"), ("native", "fsdp"), ("author", "fsdp"))
+    },
     "two": Job(2, 5, "benchmarks/measure.py --profile --out {out}/two.json --data {data} native52_two_all author52_two_all", "data"),
     # Layouts of two GPUs against each other.
     **{
@@ -316,6 +328,15 @@ JOBS = {
             ("native_four_fp8", f"nam56r_native_dp_fused +overlay=[extras,fp8] {WHOLE}", 4, 64, 100, 4.6, 4),
             ("author_four_fp8", f"nam56r_fused +overlay=[extras,fp8] {KEPT} {PREPARED} {WHOLE} optim.warmup_steps=4", 2, 256, 12, 5, 4),
             ("native_two", f"nam56r_native_dp_fused {WHOLE} optim.warmup_steps=4", 4, 128, 12, 3.5, 2),
+            ("native_eight_fp8", f"nam56r_native_dp_fused +overlay=[extras,fp8] {WHOLE}", 4, 64, 100, 4.6, 8),
+            *(
+                (f"{stack}_eight{suffix}_{batch}", f"{preset} {more} {WHOLE} optim.warmup_steps=4", micro, batch, 12, 5, 8)
+                for stack, preset, micro, kept in (
+                    ("native", "nam56r_native_dp_fused", 4, ""), ("author", "nam56r_fused", 2, f" {KEPT} {PREPARED}"),
+                )
+                for suffix, more in (("", ""), ("_fp8", f"+overlay=[extras,fp8]{kept}"))
+                for batch in (64, 256, 512)
+            ),
             ("native_fp8", f"nam56r_native_dp_fused +overlay=[extras,fp8] {WHOLE}", 4, 16, 100, 4.6, 1),
             ("sparse", "nam52_h200_sparse_8_11_ref_v1 +overlay=fused", 2, 4, 100, 5, 1),
             ("4full", "nam52r_h200_4full_9sparse_candidate_v1 +overlay=fused", 2, 4, 100, 5, 1),
