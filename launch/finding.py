@@ -13,7 +13,7 @@ Level = Literal["ok", "note", "waived", "fail"]
 NAMES = (
     "gpus", "topology", "nic", "numa", "driver", "ecc", "throttle", "clocks", "idle", "stale", "port", "root-volume", "storage", "space",
     "caches", "lock", "torch", "extensions", "patches", "environment", "connections", "gemm", "collective", "git", "built", "memory",
-    "data", "resume", "dcgm", "pcie", "heat", "mode", "vbios", "xid", "limits", "shm", "clock", "venv", "compiling",
+    "data", "resume", "dcgm", "pcie", "heat", "mode", "vbios", "xid", "limits", "shm", "clock", "venv", "compiling", "bytecode",
 )  # fmt: skip
 
 

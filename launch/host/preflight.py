@@ -171,7 +171,8 @@ def intent(context: Context) -> Look:
     words = context.words
     diagnostic = NOTE if context.cluster.processor == "cpu" else words["diagnostic"]  # to a CPU no GPU is hidden
     shell = overlay.findings(context.environ, context.envs, diagnostic)
-    return [*source.findings(context.source, words["dirty"]), *job.findings(context), *shell], {}
+    code = (*source.findings(context.source, words["dirty"]), *stack.bytecode())
+    return [*code, *job.findings(context), *shell], {}
 
 
 def passes(context: Context, environ: Mapping[str, str], findings: list[Finding]) -> Look:

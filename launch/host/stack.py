@@ -20,8 +20,10 @@ from launch.host import patch, patches
 from launch.host.bounded import ask
 from nam_megatron import packages
 from nam_megatron.errors import OK, Problem, Refused, raise_if
+from nam_megatron.events import PACKAGE
 from nam_megatron.launcher import BESIDE, PROGRAM
 from nam_megatron.recipe import Recipe
+from nam_megatron.words.tree import stale
 
 LOCK = Path(__file__).parent / "stack.toml"
 PROBE = Path(__file__).parent / "probe.py"
@@ -212,6 +214,16 @@ def _foreign(why: str) -> bool:
     return any(
         word in why for word in ("undefined symbol", "cannot open shared object", "version `GLIBCXX", "libc10", "ABI")
     )
+
+
+def bytecode(root: Path = PACKAGE.parent) -> Iterator[Finding]:
+    """Whether Python would run the code whose hash a receipt has."""
+    if found := stale(root, PACKAGE.name):
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        said = f"`{found[0]}`{more} changed without a new time: Python would run what it had compiled before"
+        yield Finding(
+            "bytecode", "fail", said, f"`touch` it, or remove each `__pycache__` below `{root / PACKAGE.name}`"
+        )
 
 
 def megatron() -> tuple[Finding, str | None]:

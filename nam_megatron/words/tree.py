@@ -1,6 +1,9 @@
 """Git's hash of the Python files in some folders, without git and without a repository."""
 
 import hashlib
+import marshal
+import warnings
+from importlib.util import MAGIC_NUMBER, cache_from_source
 from pathlib import Path
 
 
@@ -29,6 +32,24 @@ def tree_hash(root: Path, *packages: str) -> str:
             node = node.setdefault(folder, {})
         node[name] = _object("blob", (root / path).read_bytes())
     return _tree(nested).hex()
+
+
+def stale(root: Path, *packages: str) -> list[Path]:
+    """The files that Python would run as they were: what it has compiled is older than a change that kept their size and time."""
+    return [path for path in files(root, *packages) if _outlived(root / path)]
+
+
+def _outlived(path: Path) -> bool:
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            made, now = Path(cache_from_source(path)), path.stat()
+            if now.st_ctime <= made.stat().st_mtime:  # no change since, of which alone the clock is the system's
+                return False
+            kept, stamp = made.read_bytes(), (now.st_mtime, now.st_size)
+            its = MAGIC_NUMBER + bytes(4) + b"".join((int(n) & 0xFFFFFFFF).to_bytes(4, "little") for n in stamp)
+            return kept[:16] == its and marshal.loads(kept[16:]) != compile(path.read_bytes(), path, "exec", 0, True)
+    except (OSError, ValueError, EOFError, TypeError, SyntaxError):  # nothing that Python would take
+        return False
 
 
 def _tree(node: dict) -> bytes:

@@ -136,6 +136,7 @@ ASKED = [
     "gpu.findings", "topology.fabric", "topology.findings", "topology.counted", "linux.numa", "linux.stale", "linux.port_free",
     "linux.network", "linux.xid", "linux.limits", "linux.shm", "linux.clock", "linux.compiling", "storage.findings",
     "storage.environment", "storage.space", "source.findings", "job.findings", "overlay.findings", "stack.findings", "stack.megatron",
+    "stack.bytecode",
 ]  # fmt: skip
 
 
@@ -146,7 +147,7 @@ def test_what_each_look_finds_is_said(context, tmp_path, monkeypatch):
     for name in ASKED:
         module, function = name.split(".")
         found = finding.Finding("idle", "fail", name)
-        many = "findings" in name or name in ("topology.fabric", "topology.counted", "linux.limits")
+        many = "findings" in name or name in ("topology.fabric", "topology.counted", "linux.limits", "stack.bytecode")
         said = [found] if many else (found, "pristine") if name == "stack.megatron" else found
         monkeypatch.setattr(getattr(preflight, module), function, lambda *_, said=said: said)
     assert {f.message for f in preflight.check(context()).findings} >= {*ASKED}

@@ -193,6 +193,25 @@ def test_what_python_runs_at_its_start_is_known_by_its_code(tmp_path, monkeypatc
     assert len(set(seen)) == len(seen) and compare.executes("host.versions.startup") is False
 
 
+def test_code_that_changed_without_a_new_time_is_told(tmp_path):
+    """Python itself runs the old one."""
+    path, said = tmp_path / "nam_megatron" / "a.py", []
+    path.parent.mkdir()
+    (path.parent / "__init__.py").write_text("")
+
+    def runs() -> str:
+        return subprocess.run(
+            [sys.executable, "-c", "import nam_megatron.a"], cwd=tmp_path, env={}, capture_output=True
+        ).stdout.decode()
+
+    for text, when in (("1", 1e9), ("2", 1e9), ("3", 2e9)):
+        path.write_text(f"print({text})\n")
+        os.utime(path, (when, when))
+        said.append((runs(), [f.message for f in stack.bytecode(tmp_path)]))
+    assert [shown for shown, _ in said] == ["1\n", "1\n", "3\n"]
+    assert [len(found) for _, found in said] == [0, 1, 0] and "`nam_megatron/a.py` changed" in said[1][1][0]
+
+
 def test_which_megatron_would_be_imported(queue, unpacked, monkeypatch):
     monkeypatch.setattr(patches, "installed", lambda queue: unpacked)
     assert stack.megatron()[1] == "pristine"
