@@ -96,6 +96,7 @@ class NamProvider(HybridModelProvider):
         if kwargs.get("wrap_with_ddp", True):  # else it is not for training
             guarded(models, self.lowering)
             install.wrapped(models, self.lowering.plan)
+            checkpoint.one_for_all(models, self.lowering.plan.recipe)
         return models
 
 

@@ -121,6 +121,7 @@ def run(
     try:
         config = settings(args, stack)
         config.model.post_wrap_hooks.append(partial(install.wrapped, plan=plan))
+        config.model.post_wrap_hooks.append(partial(checkpoint.one_for_all, recipe=plan.recipe))
         if plan.recipe.precision.cross_entropy == "fused":
             config.model.pre_wrap_hooks.append(cross_entropy.provide)
         if args.gradient_accumulation_fusion:

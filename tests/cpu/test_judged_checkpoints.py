@@ -585,6 +585,30 @@ def test_a_step_of_a_run_that_began_with_other_weights_is_told(step):
     assert list(resume.foreign(step)) == ["is of another run, which began with other weights: `weights`"]
 
 
+@pytest.mark.parametrize("other", [None, "schedule.load", "data.path"])
+def test_hosts_that_have_another_checkpoint_or_other_data_train_nothing(step, monkeypatch, other):
+    """Rank 2 is the first of another host; rank 1 has looked at no data."""
+    data = ("data=built", f"data.path={built(step.parents[1] / 'd', '1')}")
+    recipe = lowered(f"schedule.load={step.parent}", *data).plan.recipe
+    monkeypatch.setitem(checkpoint.JUDGED, step.parent, (step.name, "a" * 64))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+
+    def gather(every: list, mine: dict) -> None:
+        assert mine["schedule.load"] == (step.name, "a" * 64) and mine["data.path"]["train.bin"] == "1"
+        every[:] = mine, {"schedule.load": mine["schedule.load"]}, mine | ({other: "another"} if other else {})
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    assert checkpoint.one_for_all([], recipe) == []  # of one host
+    several = recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update={"nodes": 2})})
+    if other is None:
+        assert checkpoint.one_for_all([], several) == []
+        return
+    with pytest.raises(Refused, match="not the same on every host") as refused:
+        checkpoint.one_for_all([], several)
+    assert [problem.key for problem in refused.value.problems] == [other]
+
+
 def test_imported_weights_are_of_the_model_beside_them(step):
     """A run that began there has signed its own plan beside them, and may have saved nothing yet."""
     words = (f"schedule.save={step.parent}", "schedule.save_interval=2")
