@@ -144,9 +144,11 @@ def test_a_default_is_not_known_where_a_part_of_the_words_is_not(text):
     assert told.endswith("not in this text\n") and "norms        LayerNorm (default), epsilon 1e-05" in whole
 
 
-def test_the_vocabulary_of_a_tokenizer_is_a_note():
+def test_flags_of_which_nothing_hangs_are_a_note():
     found = lint(f"torchrun t.py {DESCRIBED} --tokenizer-type Llama2Tokenizer --vocab-size 64000")
     assert "note of no effect here: --vocab-size 64000 wants --tokenizer-type NullTokenizer" in report.text(found)
+    found = lint(f"torchrun t.py {DESCRIBED} --use-pytorch-profiler")
+    assert "note of no effect here: --use-pytorch-profiler wants --profile\n" in report.text(found)
 
 
 @pytest.mark.parametrize(
@@ -691,6 +693,7 @@ BESIDE = (
     ("torchrun pretrain_gpt.py {} --bf16 \\ \n --swiglu", "stray-word", ""),
     ("torchrun t.py {} --lr 1 --adam-beta1 0.9 --optimizer sgd", "idle-flag", ""),
     ("torchrun t.py {} --train-samples 9000000 --global-batch-size 512 --lr-warmup-samples 2000", "schedule-apart", ""),
+    ("torchrun t.py {} --train-samples 9000000 --global-batch-size 512 --lr-warmup-samples 64 --finetune", "", "schedule-apart"),
     ("torchrun t.py {} --train-iters 9000 --lr-warmup-fraction 0.9", "schedule-apart", ""),
     ("torchrun t.py {} --train-iters 9000 --lr-decay-iters 90000", "schedule-apart", ""),
     ("torchrun t.py {} --train-iters 50 --lr-decay-iters 90000", "", "schedule-apart"),
@@ -1773,7 +1776,7 @@ MIXTRAL = " ".join(words(MOE | {"--moe-router-topk": None, "--untie-embeddings-a
         ("ignored-flag", "i.yaml", "hidden_size: 8\nnum_layers: 2\nopenai_gelu: false", ("false", "true")),
         ("stray-word", "s.sh", "CKPT=<Path (e.g. /345m)>\nVOCAB=<PATH> (e.g., /v.json)\npython t.py --num-layers 2 --load $CKPT", ()),
         ("idle-flag", "rl.sh", f'A="--grpo-group-size 16 {DESCRIBED}"\n', ("\n", "\ntorchrun t.py $A")),
-        ("idle-flag", "p.sh", f"torchrun t.py {DESCRIBED} --profile-step-start 3", ("--profile-step-start 3", "--use-pytorch-profiler")),
+        ("idle-flag", "p.sh", f"torchrun t.py {DESCRIBED} --profile-step-start 3 --use-pytorch-profiler", ()),
         ("idle-flag", "m.sh", f"torchrun t.py {DESCRIBED} --lr-decay-style constant --lr 1 --min-lr 1", ("min-lr 1", "min-lr 0.1")),
         ("bad-value", "z.sh", f"torchrun pretrain_gpt.py {DESCRIBED} --its-a --its-b --its-c --recompute-method chunk", ("--its-c", "")),
         ("pipeline-split", "z.sh", f"torchrun t.py {DESCRIBED} --pipeline-model-parallel-size 3 --pad-layers", ("--pad-layers", "")),

@@ -92,7 +92,7 @@ def _apart(a: Args, m: Model) -> Iterator[str]:
         elif share >= 0.5:
             name = "lr_warmup_fraction" if a.lr_warmup_fraction else f"lr_warmup_{unit}"
             yield f"{a.written(name)}\t{share:.0%} of the schedule is warm-up"
-        if unit == "samples" and batch and 0 < warm < 10 * batch:
+        if unit == "samples" and batch and 0 < warm < 10 * batch and not a.finetune:
             yield f"{a.written('lr_warmup_samples')}\ta step is {batch} samples: {warm / batch:.1f} steps"
 
 
