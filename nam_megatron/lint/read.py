@@ -448,9 +448,7 @@ def _yaml(text: str, target: Target, name: str) -> Launch:
 def _swept(name: str, node: yaml.Node, target: Target) -> bool:
     """Whether a list stands where a flag takes one value, and not a list in one text."""
     flag = _flag(name, target)
-    return (
-        isinstance(node, yaml.SequenceNode) and flag is not None and not flag.nargs and flag.type not in others.AS_TEXT
-    )
+    return isinstance(node, yaml.SequenceNode) and flag is not None and not (flag.nargs or flag.type in others.AS_TEXT)
 
 
 def _flag(name: str, target: Target) -> Flag | None:
