@@ -223,8 +223,7 @@ def _scan(piece: Piece, out: Path) -> dict[str, Any]:
             found["empty"] += 1
         else:
             found["digests"].append([at, hashlib.sha256(text.encode()).hexdigest()])
-    if not found["problems"]:  # else the input must change
-        write_whole(out, json.dumps(found))
+    write_whole(out, json.dumps(found))
     return found
 
 

@@ -149,8 +149,6 @@ class M2RnnMixer(MegatronModule):
             parameter.keep_in_fp32 = True
         for parameter in self.parameters(recurse=False):
             parameter.tensor_model_parallel, parameter.partition_dim = True, 0
-        self.in_proj.weight.partition_sizes = list(self.packed.values())
-        self.conv1d_weight.partition_sizes = self.conv1d_bias.partition_sizes = list(self.convolved.values())
 
     def _draw(self) -> None:
         self.config.init_method(self.conv1d_weight)
