@@ -9,6 +9,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import mangle_type
 
 
@@ -17,7 +18,7 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     compiled: dict[str, Any] = {}
 
     def run(self, *args, grid, warmup, **kwargs):
-        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in kwargs}
         values = dict(zip(self.arg_names, args, strict=False)) | kwargs
         free = [p.name for p in self.params if not p.is_constexpr and not p.do_not_specialize]
         constants = {p.name: values[p.name] for p in self.params if p.is_constexpr}
@@ -31,7 +32,7 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             if isinstance(value := values[name], torch.Tensor)
             or (name in free and name not in constants and type(value) is int and value % 16 == 0)
         }
-        source = ASTSource(self, types, constants, even)
+        source = (GluonASTSource if self.is_gluon() else ASTSource)(self, types, constants, even)
         compiled[self.fn.__name__] = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", run)

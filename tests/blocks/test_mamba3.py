@@ -16,12 +16,14 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
 
 import harness
+import hopper
 import interpreter
 import megatron.core.tensor_parallel.random as rng
 import modules
 from harness import Case, on_ranks, train
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from nam_megatron.blocks.mamba3 import hopper as specialised
 from nam_megatron.blocks.mamba3 import layer, naive
 from nam_megatron.blocks.mamba3.block import Mamba3
 from nam_megatron.blocks.mamba3.naive import Shape, State, Weights
@@ -140,6 +142,64 @@ def test_groups_share_their_keys():
 
 def test_kernels_in_tritons_interpreter():
     assert "39 passed, 16 deselected" in interpreter.passes("tests/gpu/test_mamba3.py")
+
+
+def products(monkeypatch, rank: int, chunk: int, packed: bool) -> list[torch.Tensor]:
+    """hopper.gradients for two heads of two entries, of three chunks each. Returns what it sums on the host."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=3))
+    b, heads, s, shape = 2, 2, 3 * chunk, Shape(2, 64, 128, 1, rank, 32)
+    rows = [torch.zeros(b, heads, s * rank, width, dtype=torch.bfloat16) for width in (128, 128, 64, 64)]
+    tokens, left = [torch.zeros(b, heads, s) for _ in range(5)], torch.zeros(b, heads, 3)
+    states, summed = (
+        torch.zeros(b, 3, heads, 64, 128, dtype=torch.bfloat16),
+        [torch.zeros(3, b, heads, s), left.clone()],
+    )
+    documents = torch.zeros(b, s, dtype=torch.int32) if packed else None
+    specialised.gradients(
+        torch.zeros(heads), rows, tokens, left, states, *summed, torch.zeros(b, heads, 1), documents, shape, chunk
+    )
+    return summed
+
+
+@pytest.mark.parametrize(("rank", "chunk", "packed"), [(4, 16, False), (2, 32, True), (1, 64, True)])
+def test_products_of_warps_with_different_work_compile_for_hopper(monkeypatch, rank, chunk, packed):
+    compiled = hopper.compiles(monkeypatch)
+    products(monkeypatch, rank, chunk, packed)
+    assert compiled["_gradients_kernel"].metadata.shared <= 227 * 1024, "what a multiprocessor has"
+
+
+@pytest.mark.parametrize(("rank", "chunk"), [(4, 16), (1, 64)])
+def test_what_the_rows_and_warps_of_a_chunk_leave_is_added_up(monkeypatch, rank, chunk):
+    def wrote(*args, **_):
+        *by_row, ends = args[12:16]
+        tiles = 2 * 2 * 3
+        for n, found in enumerate(by_row):  # at a tile's rows, rank by rank
+            found.view(-1)[:] = 10.0**n * torch.arange(tiles * chunk).view(tiles, 1, chunk).repeat(1, rank, 1).flatten()
+        ends.view(-1)[:] = -1e9
+        for at in range(tiles * 8):  # of each tile four warps of keys and four of the state
+            ends.view(-1)[at] = at // 8
+
+    monkeypatch.setattr(specialised, "_gradients_kernel", {(3,): wrote})
+    sums, ends = products(monkeypatch, rank, chunk, packed=False)
+    token = torch.arange(12.0 * chunk).view(2, 2, 3 * chunk)
+    torch.testing.assert_close(sums, torch.stack([rank * 10.0**n * token for n in range(3)]))
+    torch.testing.assert_close(ends, 8 * torch.arange(12.0).view(2, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "served"),
+    [
+        ({}, True), ({"tokens": 203}, False), ({"dtype": torch.float32}, False), ({"dtype": torch.float16}, True),
+        ({"capability": (8, 0)}, False), ({"is_cuda": False}, False), ({"tokens": 2**26}, False), ({"rank": 2}, False),
+    ],
+)  # fmt: skip
+def test_products_of_warps_with_different_work_are_served_where_they_were_made_for(monkeypatch, changes, served):
+    of = dict(tokens=208, dtype=torch.bfloat16, capability=(9, 0), is_cuda=True, rank=4) | changes
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: of["capability"])
+    packed = SimpleNamespace(
+        is_cuda=of["is_cuda"], device=0, dtype=of["dtype"], size=lambda axis: (of["tokens"], 2)[axis]
+    )
+    assert specialised.serves(packed, Shape(8, 64, 128, 1, of["rank"], 32), 16) == served
 
 
 # The layer ------------------------------------------------------------------------------------------------------------
