@@ -202,6 +202,24 @@ def test_receipts_from_another_folder_are_read_without_its_chain(root, tmp_path,
     assert code == 1 and "does not follow" in out
 
 
+def test_a_chains_first_receipt_follows_none(root, capsys):
+    """All that came after it hashed anew: nothing else shows that it began elsewhere."""
+    before = "0" * 64
+    for folder in [run(root, name) for name in "xyz"]:
+        rehashed(folder, chain=receipt.read(folder)["chain"] | {"before": before})
+        before = receipt.read(folder)["seal"]
+    chain = root / receipt.CHAIN
+    chain.write_text(json.dumps(json.loads(chain.read_text()) | {"last": before}))
+    code, out = listed(root, capsys)
+    assert code == 1 and out.count("DAMAGED") == 1 and "does not follow `nothing`" in out
+
+
+def test_receipts_are_chosen_by_the_whole_name_of_a_preset(root, capsys):
+    for name in ("mine", "mine-too"):
+        assert f"-{name}-" in listed(run(root, name).parent, capsys, preset=name)[1]
+    assert listed(root, capsys, preset="mine")[1].count("\n") == 1
+
+
 def test_without_a_chain_nobody_knows_of_later_receipts(root, keys, capsys):
     """`rm -r NEWEST; rm .chain` was whole, and `touch .published` made a gap a note to who asks for signatures, too."""
     key, signers = keys
@@ -253,6 +271,8 @@ def test_a_chain_that_was_rolled_back_is_shown_by_a_seal_that_was_kept(root, cap
     assert listed(root, capsys)[0] == 0, "which nothing in the folder can show"
     code, out = listed(root, capsys, head=seal[:12])
     assert code == 1 and f"MISSING: no receipt here has the seal `{seal[:12]}`" in out
+    other = receipt.read(next(root.glob("*-x-*")))["seal"]
+    assert listed(root, capsys, head=other[:12])[0] == 0 and listed(root, capsys, head=other[1:])[0] == 1
     with pytest.raises(Refused, match="`head` is 12 digits"):
         receipts.command([str(root)], {"head": ""})
 
@@ -305,6 +325,14 @@ def test_an_open_receipt_that_was_edited_is_not_sealed_with_what_it_says(root, c
     assert receipt.seal_lost(root, outcome.of_run) == []
     code, out = listed(root, capsys)
     assert code == 1 and "was changed" in out
+
+
+def test_what_came_of_a_lost_run_is_redacted_as_of_any_other(root, monkeypatch):
+    made = opened(root)
+    os.close(made._lock)
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef0123")
+    assert receipt.seal_lost(root, lambda *_: {"reason": "no access with 0123456789abcdef0123"})
+    assert "no access" in (text := (made.folder / receipt.FILE).read_text()) and "0123456789abcdef0123" not in text
 
 
 @pytest.mark.parametrize("how", ["vanished", "replaced"])
