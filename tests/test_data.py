@@ -789,6 +789,19 @@ def of_others(folder: Path, **said: object) -> Path:
     return folder
 
 
+def test_each_word_for_a_token_that_is_there_goes_along(tmp_path):
+    tokenizer.save(tokenizer.train(TEXTS, 270, progress=False), tmp_path / "theirs")
+    config = tmp_path / "theirs" / tokenizer.CONFIG
+    named = {f"{name}_token": tokenizer.SPECIAL[n] for n, name in enumerate(("eos", "pad", "unk", "bos"))}
+    config.write_text(json.dumps(json.loads(config.read_text()) | named | {"mask_token": "<none>"}))
+    (tmp_path / "ours").mkdir()
+    tokenizer.copy(tmp_path / "theirs", tmp_path / "ours")
+    copied = json.loads((tmp_path / "ours" / tokenizer.CONFIG).read_text())
+    assert {k: v for k, v in copied.items() if k in (*named, "mask_token")} == {
+        k: v for k, v in named.items() if k != "bos_token"
+    }
+
+
 def test_documents_end_as_the_tokenizer_says(tmp_path, capsys):
     out = built(tmp_path, of_others(tmp_path / "theirs"), jsonl(tmp_path / "a.jsonl"))
     for split in manifest.SPLITS:

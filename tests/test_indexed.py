@@ -9,11 +9,14 @@ from types import SimpleNamespace
 import numpy
 import pytest
 from command import warm
+from megatron.core.datasets.blended_megatron_dataset_builder import _get_size_per_split_per_dataset
 from megatron.core.datasets.blended_megatron_dataset_config import (
     convert_split_vector_to_split_matrix,
     parse_and_normalize_split,
 )
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.datasets.utils import normalize
 from megatron.training import training
 
 from nam_megatron.compile.lower import translate
@@ -240,6 +243,18 @@ def test_as_many_samples_are_counted_as_megatron_asks_for(monkeypatch):
     assert tuple(found) == training.get_train_valid_test_num_samples()
 
 
+def test_a_blends_parts_are_asked_for_as_much_as_megatron_asks_for():
+    weights, sizes = (0.7, 0.2, 0.1), [64_000, 6_400]
+    parts = [SimpleNamespace(path=f"{n}", weight=weight) for n, weight in enumerate(weights)]
+    every = [
+        (name, size, (n / 2, (n + 1) / 2)) for n, (name, size) in enumerate(zip(indexed.NAMES, sizes, strict=False))
+    ]
+    theirs = _get_size_per_split_per_dataset(
+        normalize(list(weights)), sizes, GPTDatasetConfig.mid_level_dataset_surplus
+    )
+    assert [share.samples for share in indexed._mixed("parts", parts, every)] == [n for part in theirs for n in part]
+
+
 def test_what_translates_is_refused_where_the_index_is_there(tmp_path):
     prefix = dataset(tmp_path / "a", [5] * 4)
     words = ("conf=nam56r_smoke", "data=indexed", f"data.path={prefix}", "data.tokenizer=t")
@@ -249,6 +264,28 @@ def test_what_translates_is_refused_where_the_index_is_there(tmp_path):
     assert warm(*words, "data.split='100,0,0'").code == 0
     shutil.move(f"{prefix}.idx", tmp_path / "elsewhere.idx")  # on the training host
     assert warm(*words).code == 0
+
+
+def test_each_file_beside_a_tokenizer_that_names_tokens_decides_by_itself(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    seen = [identity._tokenizer(tmp_path)[identity.SPECIAL]]
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+        (tmp_path / name).write_text('{"eos_token": "a"}')
+        seen.append(identity._tokenizer(tmp_path)[identity.SPECIAL])
+    assert all(one not in seen[:i] for i, one in enumerate(seen))
+
+
+def test_both_ends_of_a_file_too_large_to_be_hashed_whole_decide(tmp_path, monkeypatch):
+    monkeypatch.setattr(identity, "WHOLE", 4 * 16)
+    monkeypatch.setattr(identity, "BLOCK", 16)
+    path, seen = tmp_path / "a", set()
+    for at in (None, 0, 999):
+        text = bytearray(1000)
+        if at is not None:
+            text[at] = 1
+        path.write_bytes(text)
+        seen.add(identity.content(path))
+    assert len(seen) == 3
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json", "spiece.model"])
