@@ -206,6 +206,12 @@ def test_one_device_holds_all_of_the_model(plain, kernels, gemm):
     assert alone.recipe.schedule.save is None and not alone.recipe.precision.fused_grad_accumulation
 
 
+def test_one_device_has_none_of_the_borders_that_a_pattern_says():
+    words = ("cluster=h200_2", "parallel.pipeline=2", "model.pattern='AEAEMM|MM'", "model.depth=8")
+    plan = check.one_device(lowered("nam56r_native_dp", *words), plain=True).plan
+    assert "|" not in plan.pattern and [len(stage) for stage in plan.segments] == [8]
+
+
 @pytest.mark.parametrize("plain", [True, False])
 def test_one_device_keeps_the_columns_that_fp8_needs(plain):
     alone = check.one_device(lowered("nam56r_native_dp_fused", "+overlay=[extras,fp8]"), plain).plan.recipe

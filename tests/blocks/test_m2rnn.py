@@ -273,6 +273,19 @@ def test_what_pads_a_document_is_its_own():
     on_ranks(CASE, job)
 
 
+def test_what_context_ranks_cannot_share_is_refused():
+    def job(rig):
+        from megatron.core.inference.contexts import StaticInferenceContext
+
+        mixer, x = mixer_of(rig), torch.randn(6, 1, 64)
+        with pytest.raises(Refused, match="M2RNN takes no packed documents under context parallelism"):
+            mixer(x, packed_seq_params=SimpleNamespace(cu_seqlens_q=torch.tensor([0, 6]), cu_seqlens_q_padded=None))
+        with pytest.raises(AssertionError, match="whole sequences alone"):
+            mixer(x, inference_context=StaticInferenceContext(1, 6))
+
+    on_ranks(replace(CASE, cp=2), job)
+
+
 def test_a_bound_of_the_states_gradient_reaches_the_recurrence(whole):
     other = train(replace(CASE, mixers={"m2rnn": spec(gradient_clip=1e-6)}))
     assert other.losses == whole.losses

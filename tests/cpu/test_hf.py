@@ -898,6 +898,8 @@ def test_learned_positions_are_not_outrun(made, capsys):
     assert model(random(1, rows + 8), attention_mask=padded).logits.isfinite().all()
     assert command.main(["check", str(checkpoint), str(export), "--length", str(rows + 1), "--device", "cpu"]) == 2
     assert f"the model has learned {rows} positions" in capsys.readouterr().err
+    assert command.main(["check", str(checkpoint), str(export), "--length", str(rows), "--device", "cpu"]) == 2
+    assert "needs a GPU" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a":' * 5000, "\x00"])

@@ -300,6 +300,20 @@ def test_a_checkpoint_that_came_once_there_was_none_is_refused(tmp_path):
     assert not [*checkpoint.exchanged(str(tmp_path), 0)]
 
 
+@pytest.mark.parametrize(("said", "name", "step"), [("4", "iter_0000004", 4), ("release", "release", 0)])
+def test_a_step_whose_checksums_were_written_anew_once_it_was_judged_is_refused(
+    tmp_path, monkeypatch, said, name, step
+):
+    (tmp_path / TRACKER).write_text(said)
+    (tmp_path / name).mkdir()
+    (tmp_path / name / checksums.NAME).write_text("judged")
+    monkeypatch.setitem(checkpoint.JUDGED, tmp_path, (name, checksums.whole(tmp_path / name)))
+    assert not [*checkpoint.exchanged(str(tmp_path), step)]
+    (tmp_path / name / checksums.NAME).write_text("another's")
+    (problem,) = checkpoint.exchanged(str(tmp_path), step)
+    assert f"the checksums of its `{name}` are others now" in problem.message
+
+
 @pytest.mark.parametrize(
     ("words", "key"),
     [
