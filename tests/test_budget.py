@@ -30,6 +30,7 @@ from nam_megatron.budget.serving import serve
 from nam_megatron.budget.text import PHASES, against
 from nam_megatron.compile.lower import translate
 from nam_megatron.errors import Refused
+from nam_megatron.features.recompute import groups
 from nam_megatron.lint import __main__ as lint_command
 from nam_megatron.lint import recipe
 from nam_megatron.recipe import load
@@ -604,6 +605,39 @@ def test_table_of_long_sequences_is_todays():
 
     assert [told(x, *FULL) for x in layouts] == [c.strip().partition(",")[0] for c in whole.strip("|").split("|")[2:]]
     assert told(layouts[0], "+overlay=long") == pieces.split("|")[3].strip()
+
+
+def test_stages_exchange_what_a_tensor_rank_has_of_a_sequence():
+    stages = ("cluster=h200_4", "parallel.pipeline=2")
+    split = ("parallel.tensor=2", "parallel.sequence=true")
+    plans = (plan_of("nam56r_native_dp", *stages, *words) for words in ((), split))
+    lines = ({line.name: line.bytes for line in static._communication(Sizes.of(plan.site))} for plan in plans)
+    whole, shared = (found["pipeline exchange"] for found in lines)
+    assert whole == 2 * shared > 0
+
+
+@pytest.mark.parametrize(
+    ("method", "asked", "sizes"), [("uniform", 2, [2, 2, 1]), ("block", 2, [1, 1]), ("block", 9, [1] * 5)]
+)
+def test_layers_are_recomputed_in_groups_of_so_many_or_so_many_of_a_stage(method, asked, sizes):
+    words = (*FULL, f"feature.recompute.method={method}", f"feature.recompute.layers={asked}")
+    found = [*groups(load("nam56r", words).feature.recompute, 5)]
+    assert [n for of, _ in found for n in of] == [*range(5)]
+    assert [len(of) for of, checkpointed in found if checkpointed] == sizes
+
+
+def test_each_layer_in_bf16_takes_its_own_more():
+    """Not what the first of its kind does, which may be an edge's."""
+    more: dict[str, set[int]] = {}
+    before = None
+    for layers in range(1, 12):
+        edges = ("feature.fp8.first_last_bf16=true", f"feature.fp8.bf16_layers_at_start={layers}")
+        plan = plan_of("nam56r_native_dp_fp8", *edges)
+        kept = budget(plan).worst.steady.buckets["activations"]
+        if before is not None:
+            more.setdefault(plan.layers[layers - 1].kind, set()).add(kept - before)
+        before = kept
+    assert len(more) > 2 and all(len(found) == 1 for found in more.values()) and min(more["attention"]) > 0
 
 
 @pytest.mark.parametrize(("method", "layers", "kept"), [("uniform", 1, False), ("block", 52, True)])

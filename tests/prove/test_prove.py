@@ -345,6 +345,15 @@ def test_a_file_that_cannot_be_written_is_said_before_anything_runs(tmp_path, mo
         every.command()
 
 
+def test_a_pair_is_another_where_either_of_its_sides_is():
+    recipe, pair = every.asked("nam56r", "none", "cpu")
+    one, other = pair.layout, lowered("nam56r_native_dp")
+    shown = SimpleNamespace(proof=lambda _, pair: proof.Proof(pair, "cpu", 2, FP32, (proof.Part(proof.START, ()),)))
+    sides, seen = ((one, one), (one, other), (other, one), (one, other)), {}
+    told = [every.outcome("a", "b=c", (recipe, replace(pair, layout=x, reference=y)), seen, shown) for x, y in sides]
+    assert [row["verdict"] == every.AS for row in told] == [False, False, False, True]
+
+
 @pytest.mark.parametrize(
     "words", ["execution.mamba3.keep_states=true", "cluster.gpus_per_node=1", "feature.fp8.keep_inputs=true"]
 )
@@ -1075,7 +1084,9 @@ def test_every_pair_has_an_outcome_and_no_run_is_made_twice(monkeypatch, tmp_pat
     assert cleared == [1, 3, 4, 6], "after its last pair, and not before"
     assert any("cuda_graphs" in sentence for sentence in rows[1]["unproven"])
     assert "8 " not in capsys.readouterr().out.splitlines()[-1]
-    monkeypatch.setattr(sys, "argv", ["", "--presets", "nam56r", "--overlays", "none"])
+    monkeypatch.setattr(
+        sys, "argv", ["", "--presets", "nam56r", "--overlays", "none,graphs"]
+    )  # the second is as the first
     differs = proof.Part(proof.START, (row(GRADIENT, 0.25), row(WEIGHT, 0.5)))
     for part in (proof.Part(proof.START, (), "it broke"), differs):
         monkeypatch.setattr(Ran, "begin", lambda self, part=part: part)
