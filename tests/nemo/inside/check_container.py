@@ -29,6 +29,7 @@ from megatron.bridge.training.config import (
     TensorInspectConfig,
     runtime_config_update,
 )
+from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 from megatron.bridge.training.utils.omegaconf_utils import (
     apply_overrides,
     create_omegaconf_dict_config,
@@ -320,6 +321,17 @@ def test_the_precision_of_the_recipe_may_be_named(preset, ranks):
         # Bridge's recipe of that name keeps the first and last layers in bf16; ours does not.
         with pytest.raises(Refused, match="`bf16_layers_at_start` is missing"):
             overridden(f"mixed_precision={name}", preset=preset)
+
+
+@pytest.mark.parametrize(
+    "field", ["loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"]
+)
+def test_what_a_precision_says_of_scales_that_bf16_has_not_changes_nothing(field, ranks):
+    ranks(8)
+    made = nemo.recipe("nam56r_native_dp")
+    made.mixed_precision = get_mixed_precision_config("bf16_mixed")
+    setattr(made.mixed_precision, field, 7.0)
+    runtime_config_update(made)
 
 
 def test_a_rebuilt_section_is_the_same_object_with_its_hooks(ranks):
