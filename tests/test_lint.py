@@ -1707,6 +1707,18 @@ def test_a_port_to_another_device_is_judged_by_what_is_its_own():
     assert same["bad-value"] and same["two-precisions"]
 
 
+def test_what_flags_of_deepspeeds_megatron_decide_is_not_told_as_megatrons():
+    """A model with one expert is dense there; heads and lengths have names of its own."""
+    own = "--num-key-value-heads 4 --num-experts 1 --lr-warmup-tokens 9 --lr-decay-tokens 9 --train-tokens 9 --train-samples 7"
+    text = report.text(lint(f"torchrun pretrain_gpt.py {DESCRIBED} {own} --zero-stage 1"))
+    assert "heads, key/value heads ? (`--num-key-value-heads`)" in text and "8 MLP" in text and "MoE" not in text
+    assert "schedule     ?, warm-up ?, decay over ?" in text
+    theirs = own.replace("num-key-value-heads", "group-query-attention --num-query-groups").replace("tokens", "samples")
+    text = report.text(lint(f"torchrun pretrain_gpt.py {DESCRIBED} {theirs}"))
+    assert "GQA: 16 heads of 64, 4 key/value heads" in text and "8 MoE" in text
+    assert "warm-up 9 samples, decay over 9 samples" in text
+
+
 LLAMA70 = (
     "--num-layers 2 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --normalization RMSNorm --swiglu "
     "--rotary-base 10000 --position-embedding-type rope --norm-epsilon 1e-5 --disable-bias-linear --untie-embeddings-and-output-weights"
@@ -1807,6 +1819,12 @@ MIXTRAL = " ".join(words(MOE | {"--moe-router-topk": None, "--untie-embeddings-a
          f"ray job submit -- python3 train.py {DESCRIBED} --tensor-model-parallel-size 2", ("ray job submit --", "")),
         ("companion-later", "d.sh", f"python pretrain_gpt.py {DESCRIBED} --split 9,1 --train-data-path a --zero-stage 1",
          ("--zero-stage 1", "")),
+        ("bad-value", "tpu.sh", f"torchrun pretrain_gpt.py {DESCRIBED} --distributed-backend sccl "
+         + " ".join(f"--its-{c} 1" for c in "abcdef"), ("sccl", "ncll")),
+        ("indivisible", "m.yml", "hidden_size: 10\nnum_attention_heads: 4\nnum_layers: 2\nattention_config: [[[mamba], 2]]\nrms_eps_: 1",
+         ("attention_config: [[[mamba], 2]]", "lr: 1")),
+        ("resume-learning-rate", "d.sh",
+         f"python pretrain_gpt.py {DESCRIBED} --override-opt_param-scheduler --lr 1 --load x --zero-stage 1", ("--zero-stage 1", "")),
         ("bad-value", "q.yaml", "A:\n  --num-layers: 2\n  --lr: 1\n  --moe-layer-freq: \"'([0]+[1])'\"", ("--", "")),
         ("connections-leftover", "o.sh", "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
          f"torchrun --nproc-per-node 1 t.py {DESCRIBED} --overlap-grad-reduce", ("node 1", "node 2")),

@@ -290,7 +290,14 @@ def _attention(a: Args, m: Model) -> str | None:
     if "attention" in m.kinds:
         kind = "MHA" if m.groups == m.heads else "MQA" if m.groups == 1 else "GQA"
         groups = f", {m.groups} key/value heads" if kind != "MHA" else ""
-        lines.append(f"{kind}: {m.heads} heads of {m.head_dim}{groups}")
+        own = (
+            "" if a.said("num_query_groups") else next((f for f in a.shaping if re.search("kv|key.value|group", f)), "")
+        )
+        lines.append(
+            f"{kind}: {m.heads} heads of {m.head_dim}{groups}"
+            if not own
+            else f"{m.heads} heads, key/value heads ? (`{own}`)"
+        )
     if m.latent:
         q = f"query latent {a.q_lora_rank}" if a.q_lora_rank is not None else "no query latent"
         lines.append(f"MLA: {m.heads} heads, {q}, key/value latent {_v(a, 'kv_lora_rank')}, head {_v(a, 'qk_head_dim')} + "
@@ -445,6 +452,8 @@ def _schedule(a: Args) -> str:
     """How long, warmed up and decayed over how much; each in steps or samples, as the launch counts."""
 
     def length(what: str) -> str | None:
+        if any(f"{what.removeprefix('lr_')}-tokens" in flag.replace("_", "-") for flag in a.foreign):
+            return "?"
         for unit, name in (("steps", f"{what}_iters"), ("samples", f"{what}_samples")):
             if getattr(a, name):
                 return f"{getattr(a, name)} {unit}"

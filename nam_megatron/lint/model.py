@@ -146,9 +146,7 @@ class Model:
             raise NotKnown("num_layers")
         linear = _every(self.a.linear_attention_freq, self.num_layers) if self.variant == "gated_delta_net" else None
         attention = "dsa" if self.variant == "dsa" else "mla" if self.mla else "attention"
-        sparse = (
-            _every(self.a.moe_layer_freq, self.num_layers, first=True) if self.a.num_experts else [0] * self.num_layers
-        )
+        sparse = _every(self.a.moe_layer_freq, self.num_layers, first=True) if self.a.experts else [0] * self.num_layers
         found = []
         for i in range(self.num_layers):
             found.append((i + 1, "gdn" if linear and linear[i] else attention))

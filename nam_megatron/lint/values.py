@@ -274,7 +274,7 @@ class Args:
         """Tell the flags of another parser from misspelt ones. What follows such flags belongs to them in ways that nobody knows here."""
         strange = [t for t in self.trouble if t.rule == "unknown-flag"]
         forked = self.of_megatron
-        own = self._of_a_port or self._of_deepspeed or (self.launch.partial and not forked)
+        own = self._of_a_port or self.of_deepspeed or (self.launch.partial and not forked)
         least = 0.95 if len(strange) > FORKED else 0.92
         # Of one or of several: another program's word.
         numbers = {t: (f"{t.about}s", t.about.removesuffix("s")) for t in strange}
@@ -284,7 +284,7 @@ class Args:
             if not _misspelt(t, least, own) or (not forked and any(self._flag(n)[0] for n in numbers[t]))
         ]
         many = 1 if own else FORKED if forked else STRANGERS
-        if len(unknown) >= STRANGERS or self._of_deepspeed:  # and it may have those that Megatron has no more
+        if len(unknown) >= STRANGERS or self.of_deepspeed:  # and it may have those that Megatron has no more
             self.foreign += dict.fromkeys(t.about for t in self.trouble if t.rule == "removed-flag")
             self.trouble = [t for t in self.trouble if t.rule != "removed-flag"]
         if not self._underscores and len(unknown) < many:
@@ -294,7 +294,7 @@ class Args:
         others = [
             t
             for t in self.trouble
-            if t.rule == "bad-value" and t.detail.startswith(CHOICES) and (self._of_deepspeed or not nearly_a_choice(t))
+            if t.rule == "bad-value" and t.detail.startswith(CHOICES) and (self.of_deepspeed or not nearly_a_choice(t))
         ]
         self.foreign += list(dict.fromkeys(t.about for t in others))
         self.trouble = [t for t in self.trouble if t not in (*unknown, *others) and t.rule != "stray-word"]
@@ -312,9 +312,15 @@ class Args:
         return bool(PORT.search(self.launch.text))
 
     @cached_property
-    def _of_deepspeed(self) -> bool:
+    def of_deepspeed(self) -> bool:
         lines = (line for line in self.launch.text.splitlines() if not line.lstrip().startswith("#"))
         return any(map(DEEPSPEED.search, (self.launch.name, *lines)))
+
+    @property
+    def experts(self) -> int:
+        """Of a layer; DeepSpeed's Megatron calls a dense one that of one."""
+        count = self.num_experts or 0
+        return 0 if self.of_deepspeed and count == 1 else count
 
     @cached_property
     def shaping(self) -> list[str]:
@@ -343,13 +349,13 @@ class Args:
     @property
     def forked(self) -> bool:
         """Whether a fork with a parser of its own reads these words, and so checks of its own."""
-        return self.elsewhere or len(self.foreign) >= FORKED or self._of_deepspeed or self.of_flagscale
+        return self.elsewhere or len(self.foreign) >= FORKED or self.of_deepspeed or self.of_flagscale
 
     @property
     def rebuilt(self) -> bool:
         """Whether that fork is of Megatron itself, whose layers and data may be its own: not a program on top of it."""
         changed = len(self.foreign) >= FORKED and PRETRAINS.fullmatch(self.launch.script or "")
-        return bool(changed) or self._of_deepspeed
+        return bool(changed) or self.of_deepspeed
 
     @property
     def ported(self) -> bool:
@@ -450,9 +456,13 @@ def _misspelt(unknown: Trouble, least: float, own: bool) -> bool:
     return alike(unknown.about, close[1]) >= least
 
 
+# A tokenizer's class, and the library of another device: `hccl`, `sccl`.
+WORDS_OF_OTHERS = re.compile("--tokenizer|--distributed-backend [a-z]*ccl$")
+
+
 def nearly_a_choice(bad: Trouble) -> bool:
     """Whether a value is a letter or two away from one that the flag takes: misspelt in any program's words."""
-    if bad.rule != "bad-value" or not bad.detail.startswith(CHOICES) or bad.about.startswith("--tokenizer"):
+    if bad.rule != "bad-value" or not bad.detail.startswith(CHOICES) or WORDS_OF_OTHERS.match(bad.about):
         return False
     value, choices = bad.about.partition(" ")[2], bad.detail.removeprefix(CHOICES).strip().split(", ")
     close = difflib.get_close_matches(value, choices, 1, 0.75)

@@ -74,7 +74,14 @@ OF_TRAINING = (
 # Of --yaml-cfg, which has checks of its own: of the older flags alone.
 YAML_CFG = re.compile(r"^language_model:", re.MULTILINE)
 # What a program's code does, of which a fork's may do something else.
-OF_ITS_CODE = ("idle-flag", "documents-not-apart", "rampup-ignored", "ignored-flag", "companion-later")
+OF_ITS_CODE = (
+    "idle-flag",
+    "documents-not-apart",
+    "rampup-ignored",
+    "ignored-flag",
+    "companion-later",
+    "resume-learning-rate",
+)
 # What it makes of a pattern.
 OF_ITS_LAYERS = ("experts-not-in-pattern", "pipeline-auto-split", "num-layers-ignored", "moe-layer-freq-ignored")
 # Flags of a script's own by which the model comes from its code.
@@ -82,6 +89,7 @@ MODELS = re.compile(r"--([\w-]+-)?model-(provider|type|arch|name)")
 # What flags of a script's own decide otherwise than Megatron, by a word in them: how layers are cut, what experts are.
 OWN_WORDS = {
     "pipeline-split": re.compile("layer|stage|pipeline|split"),
+    "indivisible": re.compile("attention-config"),  # GPT-NeoX: which layers have heads
     "default-ffn": re.compile("multiple|ffn|intermediate"),
     "default-activation": re.compile("glu|gelu|relu|activation-f|silu"),
     "default-positions": re.compile("rope|rotary|alibi|position"),
@@ -249,11 +257,11 @@ def _missing(a: Args, m: Model) -> list[str]:
     names = ["hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings", "micro_batch_size", "lr"]
     if "D" in (m.pattern or "") or m.checks_dsa:
         names += ["dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"]
-    missing = [
-        a.target.by_dest[n].name
-        for n in names
-        if not a.said(n) and not (n == "seq_length" and a.said("encoder_seq_length"))
-    ]
+    other = {
+        "seq_length": a.said("encoder_seq_length"),
+        "micro_batch_size": any(t.about == "--batch-size" for t in a.trouble),
+    }
+    missing = [a.target.by_dest[n].name for n in names if not a.said(n) and not other.get(n)]
     if not a.any_said("num_layers", "encoder_num_layers", "hybrid_layer_pattern", "hybrid_override_pattern"):
         missing.append("--num-layers or --hybrid-layer-pattern")
     if not a.any_said("train_iters", "train_samples"):
