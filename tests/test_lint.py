@@ -1719,6 +1719,12 @@ def test_what_flags_of_deepspeeds_megatron_decide_is_not_told_as_megatrons():
     assert "warm-up 9 samples, decay over 9 samples" in text
 
 
+def test_a_batch_by_the_name_of_megatron_1_lacks_no_batch():
+    """What is gone says what to write; that it is not written yet is no second finding."""
+    flags = {f.flag for f in lint(f"torchrun pretrain_gpt.py {DESCRIBED} --batch-size 4").findings}
+    assert "--batch-size" in flags and "without --micro-batch-size" not in flags and "without --lr" in flags
+
+
 LLAMA70 = (
     "--num-layers 2 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --normalization RMSNorm --swiglu "
     "--rotary-base 10000 --position-embedding-type rope --norm-epsilon 1e-5 --disable-bias-linear --untie-embeddings-and-output-weights"
