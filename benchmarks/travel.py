@@ -59,12 +59,8 @@ def rounds(way: Way | None, beside: Callable[[], object] | None) -> float:
         if arrived:
             arrived()
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            once()
-    torch.cuda.current_stream().wait_stream(side)
+    for _ in range(3):
+        once()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -115,10 +111,8 @@ def measured(rank: int, ranks: int, port: int, out: Path) -> None:
             try:
                 torch.testing.assert_close(way()(), expected, rtol=2e-2, atol=2e-2)
                 found[f"{what}, {name}"] = {"alone": rounds(way, None), "beside": rounds(way, gemms)}
-            except (
-                AssertionError,
-                RuntimeError,
-            ) as error:  # a way that this host has not, or that is wrong: the others are told
+            # A way that this host has not, or that is wrong: the others are told.
+            except (AssertionError, RuntimeError) as error:
                 found[f"{what}, {name}"] = str(error).splitlines()[0]
             if rank == 0:
                 out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -196,9 +196,8 @@ def _locked(work: Path) -> Iterator[None]:
 def _key(inputs: Sequence[Source], contents: Sequence[str], gone: Sequence[str], options: Options) -> str:
     """Hash of everything that decides the result, and of what was left out of it."""
     made_with = [manifests.digest(options.tokenizer / name) for name in (tokenizer.FILE, tokenizer.CONFIG)]
-    kinds = (
-        "tree, each end of a line as it is" if s.kind == "tree" else s.kind for s in inputs
-    )  # a build before knew one
+    # Builds of an earlier version knew one end of a line.
+    kinds = ("tree, each end of a line as it is" if s.kind == "tree" else s.kind for s in inputs)
     read: list[Any] = [[k, s.field, s.suffixes, c] for k, s, c in zip(kinds, inputs, contents, strict=True)]
     decisive = [read, made_with, options.valid_share, options.duplicates, sources.PIECE]
     if options.skip:

@@ -290,14 +290,9 @@ def _attention(a: Args, m: Model) -> str | None:
     if "attention" in m.kinds:
         kind = "MHA" if m.groups == m.heads else "MQA" if m.groups == 1 else "GQA"
         groups = f", {m.groups} key/value heads" if kind != "MHA" else ""
-        own = (
-            "" if a.said("num_query_groups") else next((f for f in a.shaping if re.search("kv|key.value|group", f)), "")
-        )
-        lines.append(
-            f"{kind}: {m.heads} heads of {m.head_dim}{groups}"
-            if not own
-            else f"{m.heads} heads, key/value heads ? (`{own}`)"
-        )
+        others = [] if a.said("num_query_groups") else [f for f in a.shaping if re.search("kv|key.value|group", f)]
+        unread = f"{m.heads} heads, key/value heads ? (`{others[0]}`)" if others else ""
+        lines.append(unread or f"{kind}: {m.heads} heads of {m.head_dim}{groups}")
     if m.latent:
         q = f"query latent {a.q_lora_rank}" if a.q_lora_rank is not None else "no query latent"
         lines.append(f"MLA: {m.heads} heads, {q}, key/value latent {_v(a, 'kv_lora_rank')}, head {_v(a, 'qk_head_dim')} + "

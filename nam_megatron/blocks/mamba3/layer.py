@@ -124,7 +124,6 @@ class Mamba3Mixer(MegatronModule):
         if rates_apart:
             assert ranks == 1, "a law refuses tensor ranks"
             split_projection.prepare(self.in_proj)
-        # Read by Megatron where it cuts or joins a packed weight.
         self.out_proj = linear(
             submodules.out_proj, heads * head_dim, d_model, "out_proj",
             init_method=config.output_layer_init_method, input_is_parallel=True, skip_bias_add=True,
