@@ -54,7 +54,9 @@ def parser() -> argparse.ArgumentParser:
     verb("refresh", "Give an older export the present code, in place; weights stay.", ("export", "an export's folder"))
     made = verb("check", "Compare an export with its checkpoint in Megatron.",
                 ("checkpoint", "what was exported"), ("export", "the export's folder"))  # fmt: skip
-    made.add_argument("--length", type=count, default=128, help="tokens of a sequence (default: 128)")
+    made.add_argument(
+        "--length", type=count, help="tokens of a sequence (default: as many as show what the model chooses)"
+    )
     made.add_argument("--batch", type=count, default=2, help="sequences (default: 2)")
     made.add_argument("--seed", type=whole, default=0, help="of the tokens, which are random")
     made.add_argument("--dataset", type=Path, metavar="FOLDER", help="its held-out text instead of random tokens")
@@ -171,12 +173,13 @@ def _check(words: argparse.Namespace) -> int:
     from nam_megatron.hf import check, export, opened, perplexity
 
     config = export.config_of(words.export)
+    length = words.length or check.length(config.to_dict())
     if words.dataset:
         raise_if(opened.another_tokenizer(words.export, words.dataset / TOKENIZER))
-        tokens = perplexity.held_out(words.dataset, config.vocab_size, words.batch, words.length)
+        tokens = perplexity.held_out(words.dataset, config.vocab_size, words.batch, length)
     else:
         generator = torch.Generator().manual_seed(words.seed)
-        tokens = torch.randint(0, config.vocab_size, (words.batch, words.length), generator=generator)
+        tokens = torch.randint(0, config.vocab_size, (words.batch, length), generator=generator)
     outcome = check.check(words.checkpoint, words.export, tokens, words.dtype, words.device, words.plain)
     if words.json:
         print(json.dumps(outcome.as_dict(), indent=1))

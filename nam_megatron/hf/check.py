@@ -34,6 +34,8 @@ from nam_megatron.runtime import checksums
 
 # Worst that passes: of bf16 what the issue of every exporter asks for, of fp32 the rounding of sums in another order.
 COSINE, KL, RELATIVE = 0.9999, 1e-3, 1e-5
+# Of the worst position in bf16, which a median does not see: 0.9997 has been measured, and 0.96 where Megatron's own DSA chose otherwise.
+LEAST = 0.9
 # Of one layer's choices that a rounding may turn.
 OTHERWISE = 0.05
 
@@ -59,7 +61,8 @@ class Run:
 class Outcome:
     """cosine: the median over positions, and the least; kl: mean over positions; relative: largest difference over the largest
     value. greedy: share of positions with the same best token. layers, ahead: relative, by layer and MTP depth. own: of layers, each given
-    what Megatron's got. otherwise: the largest share of one layer's experts or keys that the export would not have chosen.
+    what Megatron's got. depths: the median cosine of each MTP depth's hidden states. otherwise: the largest share of one layer's experts or
+    keys that the export would not have chosen. unproven: what so few tokens do not show.
     """
 
     dtype: str
@@ -71,13 +74,16 @@ class Outcome:
     layers: tuple[float, ...]
     ahead: tuple[float, ...]
     own: tuple[float, ...]
+    depths: tuple[float, ...] = ()
     otherwise: float = 0.0
+    unproven: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
         if self.dtype == "fp32":
             return max((self.relative, *self.ahead)) <= RELATIVE
-        return self.cosine >= COSINE and self.kl <= KL and self.otherwise <= OTHERWISE
+        alike = min((self.cosine, *self.depths)) >= COSINE and self.least >= LEAST
+        return alike and self.kl <= KL and self.otherwise <= OTHERWISE
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "passed": self.passed, **installed.stack().as_dict()}
@@ -100,7 +106,21 @@ def check(checkpoint: Path, export: Path, tokens: Tensor, dtype: str, device: st
         raise Refused(Problem("Megatron's side needs a GPU, and this host has none", hint=hint))
     raise_if(absent(device))
     theirs = megatron(one_device(lowering, plain or dtype == "fp32"), step, tokens, dtype)
-    return compare(theirs, exported(export, tokens, dtype, device, theirs, follows=dtype == "bf16"), dtype)
+    found = compare(theirs, exported(export, tokens, dtype, device, theirs, follows=dtype == "bf16"), dtype)
+    s = tokens.size(1)
+    few = (f"`{key}` of {most} leaves out none of {s} tokens" for key, most in choosing(config).items() if s <= most)
+    return replace(found, unproven=tuple(few))
+
+
+def choosing(c: dict[str, Any]) -> dict[str, int]:
+    """Of how many tokens a query sees all, by the key that says how many it sees at most."""
+    found = {f"{kind}.{key}": c.get(kind, {}).get(key, 0) for kind, key in (("dsa", "top_k"), ("attention", "window"))}
+    return {key: most for key, most in found.items() if most}
+
+
+def length(c: dict[str, Any]) -> int:
+    """Tokens of a sequence that show all that a model chooses, where it was trained on so many."""
+    return min(c["max_position_embeddings"], 2 * max((128, *choosing(c).values())))
 
 
 def exported(path: Path, tokens: Tensor, dtype: str, device: str, theirs: Run, follows: bool) -> Run:
@@ -159,7 +179,7 @@ def compare(a: Run, b: Run, dtype: str) -> Outcome:
     if not all(made.isfinite().all() for made in (x, y, *a.ahead, *b.ahead)):
         raise Refused(Problem("logits or hidden states of MTP that are not finite: these weights are of no use"))
     p, q = x.log_softmax(-1), y.log_softmax(-1)
-    cosine = torch.nn.functional.cosine_similarity(x.double(), y.double(), dim=-1)
+    cosine = _cosine(x, y)
     return Outcome(
         dtype,
         cosine.median().item(),
@@ -170,8 +190,13 @@ def compare(a: Run, b: Run, dtype: str) -> Outcome:
         tuple(_relative(*pair) for pair in zip(a.layers, b.layers, strict=True)),
         tuple(_relative(*pair) for pair in zip(a.ahead, b.ahead, strict=True)),
         tuple(_relative(*pair) for pair in zip(a.layers, b.own, strict=True)),
+        tuple(_cosine(*pair).median().item() for pair in zip(a.ahead, b.ahead, strict=True)),
         max(b.otherwise, default=0.0),
     )
+
+
+def _cosine(x: Tensor, y: Tensor) -> Tensor:
+    return torch.nn.functional.cosine_similarity(x.double(), y.double(), dim=-1)
 
 
 def of_another(checkpoint: Path, export: Path) -> str | None:
@@ -195,11 +220,13 @@ def report(outcome: Outcome, kinds: list[str]) -> Iterator[str]:
         yield f"with the same experts and keys; of one layer's the export had chosen {100 * outcome.otherwise:.2f} % otherwise at most"
     for index, (kind, off, own) in enumerate(zip(kinds, outcome.layers, outcome.own, strict=True), 1):
         yield f"  layer {index:3d} {kind:10s} {off:.2e}  {own:.2e} by itself"
-    for depth, off in enumerate(outcome.ahead, 1):
-        yield f"  MTP {depth} {off:.2e}"
-    limits = f"cosine {COSINE} or more, KL {KL:.0e} or less, {100 * OTHERWISE:.0f} % otherwise or less"
+    for depth, (off, alike) in enumerate(zip(outcome.ahead, outcome.depths, strict=True), 1):
+        yield f"  MTP {depth} {off:.2e}, cosine {alike:.6f} (median)"
+    limits = f"cosine {COSINE} or more, in MTP too, {LEAST} at least, KL {KL:.0e} or less, {100 * OTHERWISE:.0f} % otherwise or less"
     asked = f"relative {RELATIVE:.0e} or less, in MTP too" if outcome.dtype == "fp32" else limits
     yield f"{'the same' if outcome.passed else 'they differ'}: asked for is {asked}"
+    for said in outcome.unproven:
+        yield f"unproven: {said}"
     if not outcome.passed:
         worst = max(range(len(kinds)), key=outcome.own.__getitem__)
         yield f"they part most in layer {worst + 1} ({kinds[worst]})"

@@ -231,7 +231,7 @@ def test_the_export_computes_what_megatron_does(made, name, dtype):
 
     def job():
         outcome = check.check(checkpoint, exported, random(2, 32), dtype, "cpu")
-        assert outcome.passed, outcome
+        assert outcome.passed and not outcome.unproven, outcome
         plan = load_plan(checkpoint / "plan.json").plan
         assert len(outcome.layers) == len(plan.layers) and len(outcome.ahead) == plan.mtp_depths
         if dtype == "fp32":
@@ -303,9 +303,9 @@ def test_a_hundred_greedy_continuations_are_megatrons(made, name):
     in_megatron(job)
 
 
-def altered(made, to: Path, name: str, change) -> tuple[Path, Path, list[str]]:
+def altered(made, to: Path, name: str, change, which: str = "native") -> tuple[Path, Path, list[str]]:
     """A checkpoint, its export with one tensor changed, and the kinds of its layers."""
-    checkpoint, exported = made("native")
+    checkpoint, exported = made(which)
     config = describe.config(load_plan(checkpoint / "plan.json").plan)
     read = distributed.Checkpoint(distributed.step_folder(checkpoint)).joined
     shutil.copytree(exported, to)
@@ -354,6 +354,29 @@ def test_another_choice_is_a_difference_though_the_export_takes_megatrons(made, 
         assert not free.otherwise and not free.experts
 
     in_megatron(job)
+
+
+def test_another_token_prediction_is_a_difference_in_bf16(made, tmp_path):
+    """And four tokens, of which each query sees all, show no choice of keys."""
+    join = "model.mtp.0.join.weight"
+    checkpoint, other, kinds = altered(made, tmp_path / "hf", join, lambda weight: -weight, "author")
+
+    def job():
+        outcome = check.check(checkpoint, other, random(2, 4), "bf16", "cpu")
+        assert outcome.cosine >= check.COSINE and outcome.kl <= check.KL and not outcome.passed
+        (told,) = [line for line in check.report(outcome, kinds) if line.startswith("unproven")]
+        assert told == "unproven: `dsa.top_k` of 8 leaves out none of 4 tokens"
+
+    in_megatron(job)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "trained", "tokens"),
+    [({}, 4096, 256), ({"dsa": {"top_k": 256}}, 4096, 512), ({"attention": {"window": 4096}}, 32768, 8192),
+     ({"dsa": {"top_k": 2048}}, 1024, 1024)],
+)  # fmt: skip
+def test_as_many_tokens_are_compared_as_show_a_choice(blocks, trained, tokens):
+    assert check.length({"max_position_embeddings": trained, **blocks}) == tokens
 
 
 def test_a_choice_made_otherwise_is_a_share_of_what_was_chosen():
@@ -1320,10 +1343,12 @@ def test_two_runs_are_apart_by_torchs_own_divergence():
         check.compare(check.Run(one, (), (one,)), check.Run(one, (), (one.log(),)), "fp32")
 
 
-@pytest.mark.parametrize(("dtype", "asked"), [("fp32", {"relative", "ahead"}), ("bf16", {"cosine", "kl", "otherwise"})])
+@pytest.mark.parametrize(
+    ("dtype", "asked"), [("fp32", {"relative", "ahead"}), ("bf16", {"cosine", "least", "kl", "depths", "otherwise"})]
+)
 def test_each_limit_of_a_comparison_is_asked_by_itself(dtype, asked):
-    least = dict(cosine=check.COSINE, least=0.0, kl=check.KL, relative=check.RELATIVE, greedy=0.0)
-    least |= dict(layers=(1.0,), ahead=(check.RELATIVE,), own=(1.0,), otherwise=check.OTHERWISE)
+    least = dict(cosine=check.COSINE, least=check.LEAST, kl=check.KL, relative=check.RELATIVE, greedy=0.0)
+    least |= dict(layers=(1.0,), ahead=(check.RELATIVE,), own=(1.0,), depths=(check.COSINE,), otherwise=check.OTHERWISE)
     beyond = dict(
         cosine=0.99,
         least=-1.0,
@@ -1333,6 +1358,7 @@ def test_each_limit_of_a_comparison_is_asked_by_itself(dtype, asked):
         layers=(9.0,),
         ahead=(0.0, 1.0),
         own=(9.0,),
+        depths=(1.0, 0.99),
         otherwise=1.0,
     )
     assert check.Outcome(dtype, **least).passed
