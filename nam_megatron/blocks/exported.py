@@ -8,6 +8,7 @@ Such a file has
 and where it is so
     UNBIASED         an export has no biases of it
     LAYER_TYPE       transformers' word for it in `layer_types`, if not `full_attention`
+    MOST_KEYS        the key that says how many tokens a query sees at most
 
 Imports no torch: views are methods of whatever tensor is given.
 """

@@ -114,8 +114,8 @@ def check(checkpoint: Path, export: Path, tokens: Tensor, dtype: str, device: st
 
 def choosing(c: dict[str, Any]) -> dict[str, int]:
     """Of how many tokens a query sees all, by the key that says how many it sees at most."""
-    found = {f"{kind}.{key}": c.get(kind, {}).get(key, 0) for kind, key in (("dsa", "top_k"), ("attention", "window"))}
-    return {key: most for key, most in found.items() if most}
+    keys = {kind: getattr(facet, "MOST_KEYS", None) for kind, facet in describe.FACETS.items() if kind in c}
+    return {f"{kind}.{key}": most for kind, key in keys.items() if key and (most := c[kind][key])}
 
 
 def length(c: dict[str, Any]) -> int:

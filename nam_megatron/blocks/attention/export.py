@@ -7,6 +7,7 @@ from nam_megatron.blocks.attention.block import Attention
 from nam_megatron.blocks.exported import Config, Piece, Tensor, View, linear, norm, one, same
 
 INPUT_NORM = "self_attention.linear_qkv.layer_norm_"
+MOST_KEYS = "window"
 
 
 def keys(b: Attention) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from nam_megatron.blocks.exported import Config, Piece, Tensor, one, same
 from nam_megatron.blocks.mla import export as mla
 
 INPUT_NORM = mla.INPUT_NORM
+MOST_KEYS = "top_k"
 UNBIASED = True
 tensors = mla.tensors
 
