@@ -286,7 +286,7 @@ def carried_out(job: Job, words: Sequence[str], started: float, before: Callable
     if before is not None:
         before()
     try:
-        raise_if([*job.plan.bridges_alone, *checkpoint.objections(job.lowering, thorough=not rank)])
+        raise_if([*job.plan.bridges_alone, *checkpoint.objections(job.lowering, thorough=checkpoint.reads())])
         raise_if(tracking.objections(job.plan))
         if not rank:
             for note in checkpoint.untold_of(job.plan.recipe):  # before what it is asked of is written anew

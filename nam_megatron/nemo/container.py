@@ -103,7 +103,7 @@ class NamProvider(HybridModelProvider):
 def guarded(models: Sequence[torch.nn.Module], lowering: Lowering) -> None:
     """Guard the training of `models`, this rank's part of what a lowering says; nothing is loaded yet."""
     recipe = lowering.plan.recipe
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if checkpoint.reads():
         finetune.forget(recipe)  # before any rank builds its data
     if torch.distributed.get_rank() == 0:
         said = [*guards.notes(recipe), *checkpoint.untold_of(recipe)]  # before what it is asked of is written anew
@@ -231,7 +231,7 @@ class NamContainer(bridge_config.ConfigContainer):
         """
         settled(self)
         lowering = self.model.lowering
-        thorough = os.environ.get("RANK", "0") == "0"
+        thorough = checkpoint.reads()
         asked = guards.objections(lowering, thorough=thorough), finetune.objections(lowering, thorough=thorough)
         raise_if([*_otherwise(lowering), *chain.from_iterable(asked)])
         install.start(lowering.plan, Trainer.BRIDGE)

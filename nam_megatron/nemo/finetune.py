@@ -71,7 +71,7 @@ def dataset(a: Arguments) -> Samples:
 def objections(lowering: Lowering, *, thorough: bool = True) -> Iterator[Problem]:
     """Why this plan cannot start from the weights that it names, or learn from its samples.
 
-    thorough: read the weights' files and all samples too; of a job one rank does that.
+    thorough: read the weights' files and all samples too; one rank of each host does that.
     """
     recipe = lowering.plan.recipe
     if recipe.schedule.pretrained is not None:

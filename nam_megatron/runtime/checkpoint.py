@@ -32,6 +32,7 @@ LOCK = "run.lock"
 SAVING: dict[Path, int] = {}  # folders that this process saves into, and their locks
 # Folders that this process has judged, their newest step then, and the hash of its checksums.
 JUDGED: dict[Path, tuple[str, str]] = {}
+SAID: dict[Any, Any] = {}  # what it has signed of its data, by `recipe.data`
 FOREIGN = re.compile(r"GLOBAL ([\w.]{1,80})")  # in what torch says of a class that may not be loaded
 # All that the index of a checkpoint is made of (torch 2.11), by module. Nothing else is looked up while it is read.
 INDEX = {
@@ -48,6 +49,13 @@ INDEX = {
 }  # fmt: skip
 
 
+def reads() -> bool:
+    """Whether this rank looks at files for all of its host: what stands under a name there may differ from host to host."""
+    from megatron.training.utils.common_utils import get_local_rank_preinit  # Slurm's word where there is no torchrun's
+
+    return get_local_rank_preinit() == 0
+
+
 @resume.seen
 def objections(lowering: Lowering, *, thorough: bool = True) -> Iterator[Problem]:
     """Why this plan cannot load what it asks for, or must not save where it asks to. thorough: see `damage`."""
@@ -61,7 +69,7 @@ def damage(folder: Path, *, thorough: bool = True) -> Iterator[Problem]:
     """What is wrong with the newest checkpoint, by its checksums and by what its index names.
 
     Nothing of it is trusted while it is looked at: whoever loads it afterwards runs no code of its own.
-    thorough: read the shards too; of a job one rank does that, and the others wait for it when they meet.
+    thorough: read the shards too; one rank of each host does that, and the others wait for it when they meet.
     """
     try:
         step = tracker.newest(folder, "schedule.load")
@@ -236,7 +244,8 @@ def sign(lowering: Lowering, within: str = "") -> None:
     folder.mkdir(parents=True, exist_ok=True)
     alone(Path(recipe.schedule.save))
     texts = {PLAN: plan_json(lowering)} | origin(recipe, folder)
-    if data := identity.tree(recipe.data):
+    SAID[recipe.data] = data = identity.tree(recipe.data)
+    if data:
         texts[DATA] = json.dumps(data, indent=1) + "\n"
     for name, text in texts.items():
         write_whole(folder / name, text)
@@ -260,8 +269,9 @@ def one_for_all(models: list[Any], recipe: Recipe) -> list[Any]:
     if recipe.cluster.nodes > 1:
         named = {f"schedule.{key}": getattr(recipe.schedule, key) for key in ("load", "pretrained")}
         mine: dict[str, Any] = {key: JUDGED.get(Path(name)) for key, name in named.items() if name}
-        if os.environ.get("LOCAL_RANK") == "0":  # who reads a disk for its host
-            mine[recipe.data.key] = identity.hashes(identity.tree(recipe.data))
+        if reads():
+            data = SAID[recipe.data] if recipe.data in SAID else identity.tree(recipe.data)
+            mine[recipe.data.key] = identity.hashes(data)
         every: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(every, mine)
         hint = "a folder that all hosts share, or the same files on each"

@@ -15,14 +15,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from test_train import lowered, signed
 
+from nam_megatron import train
 from nam_megatron.compile.lower import translate
 from nam_megatron.data import identity, manifest
-from nam_megatron.errors import Refused
+from nam_megatron.errors import REFUSED, Refused
 from nam_megatron.hf import export, opened
 from nam_megatron.judge import resume
 from nam_megatron.mends import checksums as mend
 from nam_megatron.recipe import load
-from nam_megatron.runtime import checkpoint, checksums
+from nam_megatron.runtime import checkpoint, checksums, heartbeat
 
 TRACKER, STEP = "latest_checkpointed_iteration.txt", "iter_0000012"
 
@@ -591,7 +592,7 @@ def test_hosts_that_have_another_checkpoint_or_other_data_train_nothing(step, mo
     data = ("data=built", f"data.path={built(step.parents[1] / 'd', '1')}")
     recipe = lowered(f"schedule.load={step.parent}", *data).plan.recipe
     monkeypatch.setitem(checkpoint.JUDGED, step.parent, (step.name, "a" * 64))
-    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)  # nobody says which rank reads: each does
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
 
     def gather(every: list, mine: dict) -> None:
@@ -607,6 +608,40 @@ def test_hosts_that_have_another_checkpoint_or_other_data_train_nothing(step, mo
     with pytest.raises(Refused, match="not the same on every host") as refused:
         checkpoint.one_for_all([], several)
     assert [problem.key for problem in refused.value.problems] == [other]
+
+
+def test_what_was_signed_of_the_data_is_not_read_again(step, monkeypatch):
+    data = ("data=built", f"data.path={built(step.parents[1] / 'd', '1')}")
+    lowering = lowered(f"schedule.save={step.parents[1]}/new", "schedule.save_interval=2", *data)
+    recipe = lowering.plan.recipe
+    several = recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update={"nodes": 2})})
+    sent, read, tree = [], [], identity.tree
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 0)
+    monkeypatch.setattr(
+        torch.distributed, "all_gather_object", lambda every, mine: every.append(sent.append(mine) or mine)
+    )
+    monkeypatch.setattr(identity, "tree", lambda data: read.append(data) or tree(data))
+    checkpoint.sign(lowering)
+    for reads in (1, 2):
+        checkpoint.one_for_all([], several)
+        assert len(read) == reads and sent[-1]["data.path"]["train.bin"] == "1"
+        checkpoint.SAID.clear()  # as on another host
+
+
+def test_one_rank_of_each_host_reads_all_of_a_checkpoint(step, monkeypatch):
+    """Rank 8, the first of the second host, finds what the first host cannot see; its neighbour takes its word."""
+    shard = next(step.glob("*.distcp"))
+    shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])
+    job = train.Job(lowered(f"schedule.load={step.parent}"))
+    said = []
+    monkeypatch.setattr(train, "stop", lambda rank, code, text: said.append((rank, shard.name in text)) or code)
+    monkeypatch.setattr(heartbeat.HEART, "start", lambda *_: None)
+    for rank, local in (("0", "0"), ("8", "0"), ("9", "1")):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", local)
+        assert train.carried_out(job, ["--nam-plan", "plan.json"], 0.0, None) == REFUSED
+    assert said == [(0, True), (8, True), (9, False)]
 
 
 def test_imported_weights_are_of_the_model_beside_them(step):

@@ -768,11 +768,31 @@ def test_each_host_forgets_where_lines_of_an_older_file_began(monkeypatch):
     asked, lowering = [], nemo.recipe("nam56r_native_dp").model.lowering
     monkeypatch.setattr(finetune, "forget", asked.append)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: int(os.environ["RANK"]))
-    for rank, local in ((8, 0), (9, 1)):
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("LOCAL_RANK", str(local))
-        guarded([], lowering)
-    assert asked == [lowering.plan.recipe]
+    monkeypatch.setenv("SLURM_NTASKS", "16")
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):  # torchrun's, and Slurm's where it starts the ranks
+        for rank, local in ((8, 0), (9, 1)):
+            monkeypatch.setenv("RANK", str(rank))
+            monkeypatch.setenv(name, str(local))
+            guarded([], lowering)
+        monkeypatch.delenv(name)
+    assert asked == [lowering.plan.recipe] * 2
+
+
+def test_one_rank_of_each_host_reads_all_of_a_checkpoint(monkeypatch, ranks):
+    ranks(8)
+    asked, container = [], nemo.recipe("nam56r_native_dp")
+
+    def objections(lowering, *, thorough):
+        asked.append(thorough)
+        return [Problem("enough")]
+
+    monkeypatch.setattr(guards, "objections", objections)
+    for rank, local in (("0", "0"), ("8", "0"), ("9", "1")):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", local)
+        with pytest.raises(Refused, match="enough"):
+            container.validate()
+    assert asked == [True, True, False]
 
 
 @pytest.mark.parametrize("complete", [False, True])
