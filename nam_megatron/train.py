@@ -37,7 +37,7 @@ from nam_megatron.words.regular import irregular
 from nam_megatron.words.setting import Env
 
 # What torchrun tells each process. Nothing else of the environment decides anything; what the plan demands of it is checked.
-RANK, WORLD_SIZE = "RANK", "WORLD_SIZE"
+RANK, WORLD_SIZE, LOCAL = "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
 OPTIMIZE = "PYTHONOPTIMIZE"  # Python leaves out every assert
 CLOSING = 15.0  # seconds that trackers and writers get to close what they have open, in a process that has failed
 
@@ -78,21 +78,17 @@ def split(words: Sequence[str]) -> tuple[Path, tuple[str, ...]]:
 
 def objections(job: Job, argv: Sequence[str], environ: Mapping[str, str]) -> Iterator[Problem]:
     """What speaks against running `job` in this process, as far as it can be told without importing torch."""
-    world = job.plan.recipe.world_size
-    if RANK not in environ or WORLD_SIZE not in environ:
+    cluster, world = job.plan.recipe.cluster, job.plan.recipe.world_size
+    if not {RANK, WORLD_SIZE, LOCAL} <= environ.keys():
         processes = f"{world} process{'es' * (world != 1)}"
         yield Problem(
             "this process was not started by torchrun", hint=f"start {processes} with torchrun", law="torchrun-missing"
         )
-    elif int(environ[WORLD_SIZE]) != world:
-        cluster = job.plan.recipe.cluster
+    elif (found := (int(environ[WORLD_SIZE]), int(environ[LOCAL]))) != (world, cluster.gpus_per_node):
+        total = f"{found[0]} processes, and the plan is for {world}"
+        each = f"{found[1]} processes on a host, and the plan is for {cluster.gpus_per_node}"
         hint = f"start {cluster.nodes} x {cluster.gpus_per_node} processes, or translate again with another `cluster`"
-        yield Problem(
-            f"{environ[WORLD_SIZE]} processes, and the plan is for {world}",
-            key="cluster",
-            hint=hint,
-            law="processes-against-plan",
-        )
+        yield Problem(total if found[0] != world else each, key="cluster", hint=hint, law="processes-against-plan")
     if environ.get(OPTIMIZE):
         why = "what Megatron asserts of a model would not be checked"
         yield Problem(f"{OPTIMIZE} is set: {why}", hint=f"unset {OPTIMIZE}", law="asserts-off")

@@ -437,11 +437,13 @@ def _same(held: Any, value: Any) -> bool:
 def _with_world(recipe: Recipe) -> Recipe:
     """The recipe on as many GPUs as the runner has started."""
     world = get_world_size_safe()
+    a_node = min(world, recipe.cluster.gpus_per_node)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", a_node))  # Slurm's tasks say it not
+    if world % a_node or here != a_node:
+        said = f"{world} processes on hosts of {a_node} GPUs" + (f", and here are {here}" if here != a_node else "")
+        hint = f"start full hosts of {a_node} GPUs, or change `cluster.gpus_per_node`"
+        raise Refused(Problem(said, key="cluster.gpus_per_node", hint=hint))
     if world == recipe.world_size:
         return recipe
-    a_node = min(world, recipe.cluster.gpus_per_node)
-    if world % a_node:
-        hint = f"start full hosts of {a_node} GPUs, or change `cluster.gpus_per_node`"
-        raise Refused(Problem(f"{world} processes on hosts of {a_node} GPUs", key="cluster.gpus_per_node", hint=hint))
     cluster = recipe.cluster.model_copy(update={"nodes": world // a_node, "gpus_per_node": a_node})
     return recipe.model_copy(update={"cluster": cluster})

@@ -172,7 +172,7 @@ def _child(job: Callable[[], int | None], rank: int, world: int, ports: Any, fol
     # Sockets of managers: a rank that is killed leaves what it has made. Not its whole TMPDIR, where compilers keep what the next can use.
     multiprocessing.util.get_temp_dir = lambda: str(folder)
     port = ports.get()
-    os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     os.environ |= dict(PYTORCH_ALLOC_CONF="expandable_segments:True")
     code = 1

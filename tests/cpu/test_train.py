@@ -46,7 +46,8 @@ from nam_megatron.runtime.stack import hybrid_stack_spec
 SMALL = ("model.seq_length=32", "model.pattern=AEMEAE", "model.depth=6", "model.hidden_size=64", "model.vocab_size=256")
 SMALL += ("model.blocks.mamba2.heads=8", "model.blocks.mamba2.head_dim=8", "model.blocks.attention.head_dim=16")
 SMALL += ("data.workers=0",)
-TORCHRUN = dict(RANK="0", WORLD_SIZE="1", PYTORCH_ALLOC_CONF="expandable_segments:True")
+TORCHRUN = dict(RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", PYTORCH_ALLOC_CONF="expandable_segments:True")
+TWO = dict(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
 
 
 @cache
@@ -181,32 +182,36 @@ def test_without_a_plan_nothing_is_guessed():
 def test_another_world_is_refused(tmp_path):
     (problem,) = refusal(command(tmp_path), WORLD_SIZE="4")
     assert problem.message == "4 processes, and the plan is for 1"
+    words = command(tmp_path, "cluster=h200_2")
+    (problem,) = refusal(words, WORLD_SIZE="2")  # of two hosts, whose files nobody would compare
+    assert problem.message == "1 processes on a host, and the plan is for 2"
 
 
-def test_a_plain_python_process_is_refused(tmp_path):
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"])
+def test_a_plain_python_process_is_refused(tmp_path, missing):
     with pytest.raises(Refused, match="not started by torchrun"):
-        train.accept(command(tmp_path), {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+        train.accept(command(tmp_path), {name: TORCHRUN[name] for name in TORCHRUN if name != missing})
 
 
 def test_the_environment_the_plan_needs_is_demanded(tmp_path):
     words = command(tmp_path, "cluster=h200_2", "parallel.tensor=2", "parallel.sequence=true")
-    (problem,) = refusal(words, WORLD_SIZE="2", CUDA_DEVICE_MAX_CONNECTIONS="8")
+    (problem,) = refusal(words, **TWO, CUDA_DEVICE_MAX_CONNECTIONS="8")
     assert problem.message.startswith("CUDA_DEVICE_MAX_CONNECTIONS is `8`, and the plan needs `1`")
-    (problem,) = refusal(words, WORLD_SIZE="2", CUDA_DEVICE_MAX_CONNECTIONS="1", PYTHONOPTIMIZE="1")
+    (problem,) = refusal(words, **TWO, CUDA_DEVICE_MAX_CONNECTIONS="1", PYTHONOPTIMIZE="1")
     assert problem.message == "PYTHONOPTIMIZE is set: what Megatron asserts of a model would not be checked"
-    train.accept(words, TORCHRUN | dict(WORLD_SIZE="2", CUDA_DEVICE_MAX_CONNECTIONS="1"))
+    train.accept(words, TORCHRUN | dict(**TWO, CUDA_DEVICE_MAX_CONNECTIONS="1"))
 
 
 def test_an_fsdp_forbids_the_one_connection_that_tensor_parallelism_wants(tmp_path):
     """Megatron asserts it. Another value, as a platform may force it, and none are both fine."""
     layout = ("cluster=h200_2", "parallel.tensor=2", "parallel.sequence=true", "parallel.expert=2")
     words = command(tmp_path, *layout, "feature.megatron_fsdp.enabled=true")
-    (problem,) = refusal(words, WORLD_SIZE="2", CUDA_DEVICE_MAX_CONNECTIONS="1")
+    (problem,) = refusal(words, **TWO, CUDA_DEVICE_MAX_CONNECTIONS="1")
     assert problem.message.startswith(
         "CUDA_DEVICE_MAX_CONNECTIONS is set, and the plan needs it unset: an FSDP forbids 1"
     )
     for value in ({}, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}):
-        train.accept(words, TORCHRUN | {"WORLD_SIZE": "2"} | value)
+        train.accept(words, TORCHRUN | TWO | value)
 
 
 def test_a_variable_the_plan_needs_unset_is_refused(tmp_path):

@@ -795,6 +795,15 @@ def test_one_rank_of_each_host_reads_all_of_a_checkpoint(monkeypatch, ranks):
     assert asked == [True, True, False]
 
 
+def test_hosts_of_fewer_processes_than_the_recipe_says_are_refused(monkeypatch, ranks):
+    ranks(8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(Refused, match="8 processes on hosts of 8 GPUs, and here are 4"):
+        settled(nemo.recipe("nam56r_native_dp"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    settled(nemo.recipe("nam56r_native_dp"))
+
+
 @pytest.mark.parametrize("complete", [False, True])
 @pytest.mark.parametrize("saves", [False, True])
 def test_a_nan_ends_a_run_that_has_nothing_to_go_back_to(complete, saves, monkeypatch, capfd):
