@@ -144,7 +144,7 @@ def check(context: Context) -> int:
     from launch.host import preflight
 
     checked = preflight.check(context)
-    found, software = checked.findings, preflight.fingerprint(checked.facts)
+    found, software = checked.findings, preflight.fingerprint(checked.facts | preflight.shared(context))
     form = {"auto": "text"}.get(context.words["format"], context.words["format"])
     sys.stdout.write(finding.render(found, form, socket.gethostname(), software))
     return OK if finding.passed(found) else FINDINGS

@@ -16,7 +16,8 @@ from launch.host.bounded import ask, at_once
 from launch.record import source
 from launch.run import job, overlay
 from nam_megatron.budget import parameters
-from nam_megatron.recipe import Recipe
+from nam_megatron.compile.argv import plan_json
+from nam_megatron.compile.plan import Plan
 from nam_megatron.rehearsal import NOTE
 
 SECONDS = 15  # for one question to the driver
@@ -45,7 +46,7 @@ def check(context: Context) -> Report:
     with ThreadPoolExecutor() as pool:
         try:
             looks = [
-                pool.submit(software, environ, lock, context.lowering.plan.recipe),
+                pool.submit(software, environ, lock, context.lowering.plan),
                 pool.submit(links, context, environ),
                 pool.submit(system, context, environ),
                 pool.submit(disks, context, environ),
@@ -89,19 +90,26 @@ def wanted(context: Context) -> bool:
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:
-    """What hosts of one job must have in common: packages, code at Python's start, torch, Megatron, driver, VBIOS. For comparison only."""
-    same = {k: facts.get(k) for k in ("versions", "torch", "megatron", "driver", "driver_cuda")}
+    """What hosts of one job must have in common: packages, code at Python's start, torch, Megatron, driver, VBIOS, and of `shared` the
+    plan, what it needs and our own code. For comparison only."""
+    names = ("versions", "torch", "megatron", "driver", "driver_cuda", "plan", "packages", "code")
+    same = {name: facts.get(name) for name in names}
     same["vbios"] = sorted({str(g.get("vbios")) for g in facts.get("gpus") or []})
     return hashlib.sha256(json.dumps(same, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
-def software(environ: Mapping[str, str], lock: stack.Lock, recipe: Recipe) -> Look:
+def shared(context: Context) -> dict[str, Any]:
+    """What is known of a host without a look at it; a receipt has it in places of its own."""
+    return {"plan": plan_json(context.lowering), "packages": job.packages(context), "code": context.source.trees}
+
+
+def software(environ: Mapping[str, str], lock: stack.Lock, plan: Plan) -> Look:
     with ThreadPoolExecutor(1) as pool:
         tree = pool.submit(stack.megatron)
         imported = stack.probe(lock, environ)
         finding, state = tree.result()
     installed = stack.versions(lock)
-    found = [*stack.findings(lock, installed, imported), *stack.asked(recipe, installed), finding]
+    found = [*stack.findings(lock, installed, imported), *stack.asked(plan, installed), finding]
     known = {k: v for k, v in imported.get("torch", {}).items() if k != "error"}
     return found, {"versions": installed, "torch": known, "megatron": state}
 

@@ -19,10 +19,11 @@ from launch.finding import Finding
 from launch.host import patch, patches
 from launch.host.bounded import ask
 from nam_megatron import packages
+from nam_megatron.compile.plan import Plan
 from nam_megatron.errors import OK, Problem, Refused, raise_if
 from nam_megatron.events import PACKAGE
 from nam_megatron.launcher import BESIDE, PROGRAM
-from nam_megatron.recipe import Recipe
+from nam_megatron.words.setting import STOCK
 from nam_megatron.words.tree import stale
 
 LOCK = Path(__file__).parent / "stack.toml"
@@ -197,16 +198,20 @@ def findings(
         yield Finding("extensions", "ok", f"{len(extensions)} packages load beside this torch")
 
 
-def asked(recipe: Recipe, installed: Mapping[str, str | None]) -> Iterator[Finding]:
-    """What the plan's own keys need beside the lock."""
-    moe = recipe.blocks.moe
+def asked(plan: Plan, installed: Mapping[str, str | None]) -> Iterator[Finding]:
+    """What the plan's own keys need beside the lock. installed: as `versions` has it."""
+    needed = {need.name: need.what for need in plan.packages if need.of != STOCK}
     found: Iterable[Problem] = ()
-    if recipe.precision.attention_kernels == "flash_attention_4":
+    if packages.FLASH in needed:
         found = packages.without_flash(installed.get)  # QuACK's among them
-    elif moe and moe.expert_gemm == "quack":
+    elif packages.QUACK.keys() & needed:
         found = packages.without_quack(installed.get)
     for problem in found:
         yield Finding("lock", "fail", problem.message, problem.hint or "")
+    for name, what in needed.items():
+        if name not in (*installed, *packages.FLASH_PACKAGES) and packages.installed(name) is None:
+            said = f"{name} is not installed, and {what} needs it"
+            yield Finding("lock", "fail", said, f"`{packages.PIP} install {name}`")
 
 
 def _foreign(why: str) -> bool:

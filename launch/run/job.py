@@ -18,6 +18,7 @@ from nam_megatron.judge import resume
 from nam_megatron.packages import installed
 from nam_megatron.recipe import to_tree
 from nam_megatron.train import unfit_data
+from nam_megatron.words.setting import STOCK
 from nam_megatron.words.sizes import GIB
 
 if TYPE_CHECKING:
@@ -73,12 +74,18 @@ def inside(folder: Path | str, nonce: str) -> dict[str, str]:
     }
 
 
+def packages(context: "Context") -> dict[str, str | None]:
+    """Versions of what the trainer and the plan need beside the lock."""
+    needed = (need.name for need in context.lowering.plan.packages if need.of != STOCK)
+    return {name: installed(name) for name in (*PACKAGES[context.words["trainer"]], *needed)}
+
+
 def facts(context: "Context") -> dict[str, Any]:
     """The job as the receipt has it."""
     r = context.lowering.plan.recipe
     return {
         "trainer": context.words["trainer"],
-        "packages": {name: installed(name) for name in PACKAGES[context.words["trainer"]]},
+        "packages": packages(context),
         "nodes": r.cluster.nodes,
         "world": r.world_size,
         "tokens_per_step": r.schedule.global_batch_size * r.model.seq_length,

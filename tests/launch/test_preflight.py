@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from hosts import FIXTURES, nvidia_smi, process, program, smi
 
-from launch import finding
+from launch import app, finding
 from launch.context import Context
 from launch.host import preflight, stack
+from launch.run import job
 from nam_megatron.compile.lower import translate
 from nam_megatron.recipe import load
 
@@ -193,9 +194,29 @@ def test_hosts_of_one_job_are_compared_by_what_they_run(context, tmp_path):
         {**facts, "versions": {**facts["versions"], "triton": "3.5.0"}},
         {**facts, "gpus": [*most, last | {"vbios": "97"}]},
     ]
-    others += [{**facts, name: "another"} for name in ("driver", "driver_cuda", "megatron", "torch")]
+    others += [{**facts, name: "another"} for name in ("driver", "driver_cuda", "megatron", "torch", "plan")]
     assert same not in [preflight.fingerprint(f) for f in others]
     assert finding.render([], "line", "n1", same) == f"PASS @ n1 software={same}\n"
+
+
+def test_hosts_of_other_code_or_other_packages_of_the_plan_differ(context, tmp_path, monkeypatch, capsys):
+    """No version of the stack tells either."""
+    healthy(tmp_path)
+
+    def said(*overrides, trees=None) -> str:
+        made = context(*overrides, format="line")
+        if trees:
+            vars(made)["source"] = replace(made.source, trees=trees)
+        app.check(made)
+        return capsys.readouterr().out.partition("software=")[2]
+
+    first = said()
+    assert first == said() and "\n" in first
+    assert first != said("optim.lr=0.1")
+    assert first != said(trees={"nam_megatron": "0" * 40, "launch": "1" * 40})
+    installed = job.installed
+    monkeypatch.setattr(job, "installed", lambda name: "0.0.1" if name == "einops" else installed(name))
+    assert first != said()
 
 
 def test_a_check_leaves_nothing_behind(context, tmp_path):

@@ -19,6 +19,7 @@ from launch.host import patch, patches, stack
 from launch.record import compare
 from launch.record.redact import Redactor
 from nam_megatron import packages
+from nam_megatron.compile.lower import translate
 from nam_megatron.errors import Refused
 from nam_megatron.recipe import load
 
@@ -74,9 +75,25 @@ def test_the_installer_is_that_of_the_environment():
     ],
 )
 def test_what_a_recipe_asks_beside_the_lock(words, installed, told):
-    found = list(stack.asked(load("nam56r_fused", words), installed))
+    locked = dict.fromkeys(p.name for p in LOCK.packages)
+    found = list(stack.asked(translate(load("nam56r_fused", words)).plan, locked | installed))
     assert [f.level for f in found] == ["fail"] * len(told) and all(f.hint for f in found)
     assert all(f.message.startswith(words) for f, words in zip(found, told, strict=True))
+
+
+def test_every_package_that_a_plan_needs_is_asked_for(monkeypatch):
+    """One that the lock has is compared with it; another one is named with the keys that need it."""
+    here: dict[str, str] = {}
+    monkeypatch.setattr(packages, "installed", here.get)
+    tracked = [f"feature.tracking.{word}" for word in ("tensorboard=/t", "mlflow=/m", "mlflow_experiment=e")]
+    plan = translate(load("qwen3_next_80b_a3b", tracked)).plan
+    needed = {need.name for need in plan.packages}
+    assert needed >= {"flash-linear-attention", "tensorboard", "mlflow"}
+    found = list(stack.asked(plan, {"mamba-ssm": None}))
+    assert {f.message.partition(" is not installed, and ")[0] for f in found} == needed - {"mamba-ssm"}
+    assert all(f.level == "fail" and f.message.endswith(" needs it") and f.hint for f in found)
+    here |= dict.fromkeys(needed, "1")
+    assert list(stack.asked(plan, {})) == []
 
 
 @pytest.mark.parametrize(

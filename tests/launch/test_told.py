@@ -278,6 +278,7 @@ def of_the_pass() -> Iterator[str]:
         found = finding.waive(some, waived)
         yield from (finding.render(found, form, "node", "abc") for form in ("text", "json", "markdown", "line"))
     facts = {"versions": {"a": "1"}, "torch": {"torch": "2"}, "megatron": "patched", "driver": "5", "driver_cuda": "13"}
+    facts |= {"plan": "p", "packages": {"b": "1"}, "code": {"launch": "c"}}
     for change in ({}, *({key: "other"} for key in facts), {"gpus": [{"vbios": "b"}]}, {"gpus": None}, {"host": "h"}):
         yield f"{change} {preflight.fingerprint(facts | {'gpus': [{'vbios': 'a'}, {'vbios': None}]} | change)}"
 
@@ -360,7 +361,7 @@ def of_looks() -> Iterator[str]:
         patch.setattr(stack, "probe", lambda lock, env: {"torch": {"cuda": "13", "error": "x"}, "env": env})
         patch.setattr(stack, "megatron", lambda: ("finding", "patched"))
         patch.setattr(stack, "findings", lambda lock, installed, imported: [installed, imported])
-        yield str(preflight.software({"E": "1"}, stack.load(), RECIPES()))
+        yield str(preflight.software({"E": "1"}, stack.load(), SimpleNamespace(packages=())))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage.shutil, "disk_usage", lambda path: SimpleNamespace(free=len(str(path)) * 10**9))
         used = disks.used(recipe)
