@@ -122,7 +122,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "gqa52_pp2": ("nam56r_native_dp", (*FOUR, "parallel.pipeline=2")),
     "gqa52_full_recompute": ("nam56r_native_dp", (*FOUR, *FULL)),
     "mla52_mbs2": ("nam56r", (*FOUR, *MLA, "schedule.micro_batch_size=2")),
-    "gqa52_fsdp": ("nam56r_native_dp", (*FOUR, "feature.megatron_fsdp.enabled=true")),
+    "gqa52_fsdp": ("nam56r_native_dp", (*FOUR, "feature.megatron_fsdp.enabled=true", "precision.grad_reduce=bf16")),
     "gqa52_graphs": ("nam56r_native_dp", (*FOUR, *GRAPHS)),
     "fused52": ("nam56r_native_dp_fused", FOUR64),
     "fused52_mbs8": ("nam56r_native_dp_fused", (*FOUR64, MBS8)),
@@ -183,7 +183,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
         for number, full in (("four", FULL_FOUR), ("eight", FULL_EIGHT))
         for stack, preset, micro in (("native", "nam56r_native_dp_fused", ()), ("author", "nam56r_fused", (MBS2,)))
         for name, overlays, more in (
-            ("fsdp", "tp_sp_ep,fsdp_ep", ()),
+            ("fsdp", "tp_sp_ep,fsdp_ep", ("precision.grad_reduce=bf16",)),
             ("tensor", "tp_sp_ep", ()),
             ("captured", "tp_sp_ep", ("execution.moe.dispatcher=gathered", *WHOLE)),
         )

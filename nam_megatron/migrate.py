@@ -54,7 +54,7 @@ def recipe(tree: Any) -> Any:
 
 def plan(tree: Mapping[str, Any]) -> dict[str, Any]:
     """A plan.json with today's keys."""
-    found = {**tree, "recipe": recipe(tree.get("recipe"))}
+    found = {**tree, "recipe": _bf16_gradients(recipe(tree.get("recipe")), tree.get("settings"))}
     if isinstance(found.get("settings"), list):
         found["settings"] = [
             {**s, "key": MOVED.get(s["key"], s["key"])}
@@ -66,6 +66,16 @@ def plan(tree: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(cluster, Mapping) and cluster.get("processor") == "cpu" and isinstance(env, Mapping):
         found["env"] = {name: value for name, value in env.items() if name not in OF_GPUS}
     return found
+
+
+def _bf16_gradients(recipe: Any, settings: Any) -> Any:
+    """Until 2026-11-30 Megatron-FSDP was not told of fp32 gradients, and kept them in bf16."""
+    try:
+        told = any(s["name"] == "megatron_fsdp_main_grads_dtype" for s in settings)
+        untold = recipe["feature"]["megatron_fsdp"]["enabled"] is True and not told
+        return {**recipe, "precision": {**recipe["precision"], "grad_reduce": "bf16"}} if untold else recipe
+    except (KeyError, TypeError):
+        return recipe  # it is refused elsewhere, or has no such feature
 
 
 def word(text: str) -> str:

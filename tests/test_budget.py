@@ -430,7 +430,8 @@ def test_sharding_divides_what_it_says_it_shares():
     off = tuple(f"feature.distributed_optimizer.{k}=false" for k in OVERLAP)
     assert rate() == 2 + 4 + 12 / 8
     assert rate(*off) == 18
-    assert rate("feature.megatron_fsdp.enabled=true") == (2 + 2 + 12) / 8
+    fsdp, half = "feature.megatron_fsdp.enabled=true", "precision.grad_reduce=bf16"
+    assert rate(fsdp) == (2 + 4 + 12) / 8 and rate(fsdp, half) == (2 + 2 + 12) / 8
     muon = rate("optim=muon", *off)
     assert 14 < muon < 18  # 14 for matrices, 18 for the rest
     assert rate("optim=muon") == pytest.approx(2 + 4 + 8 / 8, abs=0.15)

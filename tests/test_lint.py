@@ -223,6 +223,13 @@ def test_two_flags_that_are_refused_together_are_taken_alone(pair, oracle):
     assert ask(oracle, found).error not in (None, refused) or pair in CONFLICTS_LATER
 
 
+def test_fsdp_reads_the_dtype_of_gradients_elsewhere():
+    said = {"--bf16": True, "--accumulate-allreduce-grads-in-fp32": True}
+    for dtype, idle in ("auto", True), ("bf16", True), ("fp32", False):
+        found = launch(FSDP | said, {"--megatron-fsdp-main-grads-dtype": dtype})
+        assert bool(ids(found)["idle-flag"]) is idle
+
+
 def test_fsdp_switches_the_reuse_of_gradients_buffer_off_and_refuses_nothing(oracle):
     found = launch(FSDP, {"--reuse-grad-buf-for-mxfp8-param-ag": True})
     assert "companion" not in ids(found) and ask(oracle, found).error is None

@@ -312,6 +312,11 @@ def test_norm_kernels_are_two_variables():
 
 def test_trap_megatron_fsdp():
     assert settings(NATIVE, **FSDP)["ckpt_format"] == "fsdp_dtensor"
+    # Of the dtype of gradients it reads an argument of its own.
+    for dtype, told in ("fp32", "fp32"), ("bf16", "auto"):
+        found = settings(NATIVE, **FSDP | {"precision.grad_reduce": dtype})
+        assert found["megatron_fsdp_main_grads_dtype"] == told
+    assert "megatron_fsdp_main_grads_dtype" not in settings(NATIVE)
     assert settings(NATIVE)["ckpt_format"] == "torch_dist"
     assert "feature.muon.enabled" in refused(NATIVE, FSDP | MUON)
     assert "feature.megatron_fsdp.enabled" in refused(NATIVE, FSDP | PLAIN_OPTIMIZER)

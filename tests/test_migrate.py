@@ -67,6 +67,16 @@ def test_a_cpus_plan_of_before_demanded_what_gpus_read(tmp_path):
     assert argv.load_plan(tmp_path / "plan.json").env
 
 
+def test_an_fsdps_plan_of_before_had_gradients_in_bf16():
+    """Whatever its recipe said: nothing that Megatron-FSDP reads told it of fp32. Resuming and comparing know it."""
+    lowering = lowered("nam56r_native_dp", "+overlay=fsdp_ep")
+    tree = json.loads(argv.plan_json(lowering))
+    old = {**tree, "settings": [s for s in tree["settings"] if s["name"] != "megatron_fsdp_main_grads_dtype"]}
+    assert migrate.plan(tree)["recipe"] == tree["recipe"]
+    (found,) = (d for d in computation.differences(migrate.plan(old), tree) if d.computes)
+    assert (found.key, found.before, found.after) == ("precision.grad_reduce", "bf16", "fp32")
+
+
 def test_a_record_from_before_a_key_has_what_it_meant_by_saying_nothing():
     tree = to_tree(lowered(FUSED).plan.recipe)
     old = before({"recipe": tree, "settings": []})["recipe"]

@@ -66,22 +66,22 @@ class MegatronFsdp(Switch):
         """Of the strategies only full sharding has been measured."""
         return {} if self.strategy == "optim_grads_params" else {"mark": UNMEASURED}
 
+    def _gradients(self, z: Sizes) -> tuple[int, dict[str, Any]]:
+        """Bytes of an element, and its mark: only bf16 has been measured."""
+        return (4, {"mark": UNMEASURED}) if z.site.grad_reduce == "fp32" else (2, self._mark())
+
     def state(self, z: Sizes, group: Group) -> Iterator[Line]:
         share = f" / {group.shares}"
-        more = self._mark()
-        whole = {
-            "optim": ("2", "2"),
-            "optim_grads": ("2", "2" + share),
-            "optim_grads_params": ("2" + share, "2" + share),
-        }
-        weights, gradients = whole[self.strategy]
+        more, (size, mark) = self._mark(), self._gradients(z)
+        weights = "2" + share * (self.strategy == "optim_grads_params")
+        gradients, why = f"{size}" + share * (self.strategy != "optim"), f"{z.site.grad_reduce} accumulation"
         yield from group.weights(z, weights, f"bf16, strategy {self.strategy}", **more)
-        why = "bf16: --megatron-fsdp-main-grads-dtype is `auto`"
-        yield from group.line(z, GRADIENTS, "gradients", gradients, why, since="init", **more)
+        yield from group.line(z, GRADIENTS, "gradients", gradients, why, since="init", **mark)
         yield from group.line(z, OTHER, "master weights", "4" + share, "fp32, sharded", since="init", **more)
         yield from group.line(z, OTHER, "moments", "8" + share, "two, fp32, sharded", since="step", **more)
-        why = "copy of the bf16 gradients for the step"
-        yield from group.line(z, OTHER, "fp32 gradients", "4" + share, why, since="stepping", **more)
+        if size == 2:
+            why = "copy of the bf16 gradients for the step"
+            yield from group.line(z, OTHER, "fp32 gradients", "4" + share, why, since="stepping", **more)
 
     def buffers(self, z: Sizes, groups: Sequence[Group]) -> Iterator[Line]:
         """Whole units in flight: gathered weights ahead of use, gradients on their way out."""
@@ -90,11 +90,11 @@ class MegatronFsdp(Switch):
         for held in (x for group in groups for x in group.held):
             units[held.layer] += held.elements * held.count
         z = z.own(W=elements, unit=max((size for layer, size in units.items() if layer is not None)))
-        more = {"bucket": COMMUNICATION, **self._mark()}
+        more, (size, mark) = {"bucket": COMMUNICATION}, self._gradients(z)
         if self.strategy == "optim_grads_params":
             yield z.line(
                 "gathered weights", "2 min(W, unit + 5e8)", "the largest unit and 5e8 elements of prefetch", **more
             )
         if self.strategy != "optim":
             why = "1e9 elements, or two units: more are not queued"
-            yield z.line("gradients in flight", "2 min(W, max(1e9, 2 unit))", why, **more)
+            yield z.line("gradients in flight", f"{size} min(W, max(1e9, 2 unit))", why, **more, **mark)

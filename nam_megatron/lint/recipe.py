@@ -421,7 +421,7 @@ def _wanted(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
         **_apart(_model(a, m, name, lost)),
         "parallel": {"tensor": m.tp, "sequence": m.sequence_parallel, "pipeline": m.pp, "virtual_pipeline": _virtual(m), "context": m.cp,
                      "expert": m.ep, "expert_tensor": m.etp if m.moe else 1},
-        "precision": {"grad_reduce": "bf16" if a.grad_reduce_in_bf16 else "fp32",
+        "precision": {"grad_reduce": "bf16" if _bf16_gradients(a) else "fp32",
                       "cross_entropy": "compiled" if a.cross_entropy_loss_fusion else "megatron",
                       "fused_grad_accumulation": a.gradient_accumulation_fusion, "norm_kernels": _norm_kernels(a, lost),
                       "deterministic": a.deterministic_mode},
@@ -435,6 +435,10 @@ def _wanted(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
         data |= {"path": a.value("data_path")[0], "split": a.split, "tokenizer": a.tokenizer_model}
     tree["data"] = data
     return tree
+
+
+def _bf16_gradients(a: Args) -> bool:
+    return a.megatron_fsdp_main_grads_dtype != "fp32" if a.use_megatron_fsdp else a.grad_reduce_in_bf16
 
 
 def _cluster(gpus: int) -> Tree:
@@ -682,7 +686,10 @@ DERIVED: dict[str, Callable[[Model], Any]] = {
     "add_qkv_bias": lambda m: m.a.add_qkv_bias or m.a.add_bias_linear,
     "bias_gelu_fusion": lambda m: m.a.bias_gelu_fusion and m.activation == "GELU" and m.a.add_bias_linear,
     "bias_swiglu_fusion": lambda m: m.a.bias_swiglu_fusion and m.a.swiglu,
-    "accumulate_allreduce_grads_in_fp32": lambda m: (m.a.accumulate_allreduce_grads_in_fp32 or m.a.bf16) and not m.a.grad_reduce_in_bf16,
+    # Megatron-FSDP reads another.
+    "accumulate_allreduce_grads_in_fp32": lambda m: (m.a.accumulate_allreduce_grads_in_fp32 or m.a.bf16)
+    and not (m.a.grad_reduce_in_bf16 or m.a.use_megatron_fsdp),
+    "grad_reduce_in_bf16": lambda m: m.a.grad_reduce_in_bf16 and not m.a.use_megatron_fsdp,
     "recompute_granularity": lambda m: m.recompute,
     "cuda_graph_impl": lambda m: m.graphs,
     "cuda_graph_modules": lambda m: m.graph_modules if m.graphs != "none" else (),

@@ -52,6 +52,12 @@ class Precision(Config):
         fields: Any = {"ddp.grad_reduce_in_fp32": fp32}
         yield Setting("accumulate_allreduce_grads_in_fp32", fp32, "said outright", "grad_reduce", fields=fields)
         yield Setting("grad_reduce_in_bf16", not fp32, "fp32 unless said", "grad_reduce", fields=())
+        if site.fsdp:  # it reads this one alone; `auto`: as the weights are, which DDP means by bf16, too
+            fields = {"ddp.megatron_fsdp_main_grads_dtype": "fp32" if fp32 else None}
+            why = "what Megatron-FSDP reads of it"
+            yield Setting(
+                "megatron_fsdp_main_grads_dtype", "fp32" if fp32 else "auto", why, "grad_reduce", fields=fields
+            )
         pin = partial(Setting, beside="grad_reduce")
         yield pin("fp32_residual_connection", False, "residual stream in bf16")
         yield pin("attention_softmax_in_fp32", False, "TE's kernels keep it in fp32 themselves")

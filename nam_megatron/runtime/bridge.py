@@ -170,8 +170,8 @@ SPELLED: dict[str, Callable[[Arguments], Any]] = {
     "ddp.average_in_collective": lambda a: a("ddp_average_in_collective"),
     "ddp.align_param_gather": lambda a: a("align_param_gather") and _virtual(a) is not None,
     "ddp.megatron_fsdp_cuda_graph_mode": lambda a: a("use_megatron_fsdp") and a("cuda_graph_impl") != "none",
-    "ddp.megatron_fsdp_main_grads_dtype": lambda a: None if a("megatron_fsdp_main_grads_dtype") == "auto" else "?",
-    "ddp.megatron_fsdp_grad_comm_dtype": lambda a: None if a("megatron_fsdp_grad_comm_dtype") == "auto" else "?",
+    "ddp.megatron_fsdp_main_grads_dtype": lambda a: DTYPES.get(a("megatron_fsdp_main_grads_dtype")),  # None: auto
+    "ddp.megatron_fsdp_grad_comm_dtype": lambda a: DTYPES.get(a("megatron_fsdp_grad_comm_dtype")),
     "checkpoint.stream_ckpt_dequant": lambda a: (
         a("stream_ckpt_dequant") and not (a("fp8") and a("fp8_recipe") == "tensorwise")
     ),

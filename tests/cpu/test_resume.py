@@ -191,7 +191,7 @@ def test_a_sharded_run_is_the_run_and_goes_on_as_it_was(tmp_path):
     fsdp = (*small, *layout, "feature.megatron_fsdp.enabled=true", f"schedule.save={tmp_path}/ckpt")
     fsdp += ("schedule.save_interval=2",)
     losses = trained(run(tmp_path, *fsdp, world=4, before=unset))
-    assert losses == pytest.approx(plain, abs=2e-3)  # its gradients are summed in bf16
+    assert losses == plain, "its gradients are fp32, as they are without it"
     assert abs(losses[3] - losses[2]) > 5e-2, "the losses move too little to tell steps apart"
     shutil.rmtree(tmp_path / "ckpt" / "iter_0000004")
     (tmp_path / "ckpt" / TRACKER).write_text("2")
