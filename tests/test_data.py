@@ -27,7 +27,7 @@ from transformers import AutoTokenizer
 
 from nam_megatron.compile.lower import translate
 from nam_megatron.data import __main__ as command
-from nam_megatron.data import build, corpus, manifest, sources, tokenizer
+from nam_megatron.data import build, corpus, identity, manifest, sources, tokenizer
 from nam_megatron.errors import Refused
 from nam_megatron.recipe import load
 from nam_megatron.train import announce, unfit_data
@@ -71,6 +71,22 @@ def texts(out: Path, split: str) -> list[str]:
     encoder, data = tokenizer.load(out / "tokenizer"), IndexedDataset(str(out / split))
     assert all(document[-1] == encoder.token_to_id("<|endoftext|>") for document in data)
     return [encoder.decode(document[:-1].tolist(), skip_special_tokens=False) for document in data]
+
+
+def test_a_large_file_is_not_taken_at_its_manifests_word(tmp_path, bpe, monkeypatch):
+    """Of one that is too large to be hashed at each start the blocks are compared that the build has read, too."""
+    monkeypatch.setattr(identity, "WHOLE", 1024)
+    monkeypatch.setattr(identity, "BLOCK", 64)
+    out = built(tmp_path, bpe, jsonl(tmp_path / "a.jsonl"))
+    data, path = load("nam56r_smoke", ["data=built", f"data.path={out}"]).data, out / "train.bin"
+    assert identity.tree(data)["files"]["train.bin"]["sha256"] == manifest.digest(path) != identity.content(path)
+    path.write_bytes(bytes(2) + path.read_bytes()[2:])
+    with pytest.raises(Refused, match=r"train.bin` is not what was built"):
+        identity.tree(data)
+    said = manifest.read(out).model_dump()
+    said["files"]["train.bin"].pop("blocks")  # of an older version
+    (out / manifest.NAME).write_text(json.dumps(said))
+    assert identity.tree(data)
 
 
 # What is written ---------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ import numpy
 from rich.console import Console
 from rich.progress import Progress
 
-from nam_megatron.data import indexed, sources, tokenizer
+from nam_megatron.data import identity, indexed, sources, tokenizer
 from nam_megatron.data import manifest as manifests
 from nam_megatron.data.manifest import SPLITS, TOKENIZER, File, Input, Manifest, Split
 from nam_megatron.data.sources import Piece, Source
@@ -142,11 +142,17 @@ def _build(
         vocabulary=entries,
         largest_id=max(count["largest_id"] for count in counts),
         splits={s: Split(**{k: sum(c[s][k] for c in counts) for k in ("documents", "tokens")}) for s in SPLITS},
-        files={n: File(sha256=manifests.digest(out / n), bytes=(out / n).stat().st_size) for n in names},
+        files={name: _file(out / name) for name in names},
     )
     manifests.write(out, made)
     shutil.rmtree(out / WORK)
     return made
+
+
+def _file(path: Path) -> File:
+    size = path.stat().st_size
+    blocks = identity.content(path) if size > identity.WHOLE else None
+    return File(sha256=manifests.digest(path), bytes=size, blocks=blocks)
 
 
 def _stamps(inputs: Sequence[Source], options: Options) -> Stamps:

@@ -38,8 +38,11 @@ class Split(Config):
 
 
 class File(Config):
+    """blocks: what `identity.content` reads of a large one; older manifests lack it."""
+
     sha256: str
     bytes: PositiveInt
+    blocks: str | None = None
 
 
 class Manifest(Config):
@@ -83,7 +86,7 @@ def read(folder: Path) -> Manifest:
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    write_whole(folder / NAME, json.dumps(manifest.model_dump(), indent=1) + "\n")
+    write_whole(folder / NAME, json.dumps(manifest.model_dump(exclude_none=True), indent=1) + "\n")
 
 
 def digest(path: Path) -> str:
