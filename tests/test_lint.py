@@ -162,9 +162,7 @@ def test_a_fork_of_megatrons_script_keeps_its_defaults(script, said):
     own = "--rollout-size 8 --actor-num-nodes 2 --sglang-mem 0.7 --its-a 1 --its-b 1 --max-position-embeddings 64 --its-c 1"
     rows = dict(describe.rows((found := lint(f"torchrun {script} {DESCRIBED} {own}", "fork")).args, found.model))
     guess = rows["parameters"].startswith("?; by Megatron's defaults ")
-    assert rows["activation"] == said and guess is (said == "?") is (
-        describe.data(found.args, found.model)["parameters"] is None
-    )
+    assert rows["activation"] == said and guess is (said == "?") is (describe.data(found)["parameters"] is None)
 
 
 def test_many_launches_of_every_family():
@@ -898,10 +896,7 @@ def test_flag_that_makes_another_model_is_in_the_description(name):
         HYBRID | {"--hybrid-layer-pattern": "G-G*-"},
     ):
         without = {said: None for said in base if current().by_name(said).dest == name}
-        told = [
-            (describe.data(f.args, f.model)["text"], ids(f))
-            for f in (launch(base, without), launch(base, without | change))
-        ]
+        told = [(describe.data(f)["text"], ids(f)) for f in (launch(base, without), launch(base, without | change))]
         if told[0] != told[1]:
             return
     raise AssertionError(f"nothing is said of {flag.name}")
@@ -1506,7 +1501,7 @@ def test_layers_of_ours_are_not_taken_as_megatrons():
     assert any("dsa, mamba3, m2rnn are ours" in note for note in notes) and not any(
         "no flag says" in note for note in notes
     )
-    assert {"number": 12, "kind": None} in describe.data(found.args, found.model)["layers"]
+    assert {"number": 12, "kind": None} in describe.data(found)["layers"]
     with pytest.raises(Refused, match="--nam-model"):
         recipe.make(found, Path("mine.yaml"))
 

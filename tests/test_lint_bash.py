@@ -465,3 +465,80 @@ def test_what_a_file_that_is_not_there_may_set_is_open():
     assert found.args.elsewhere and any("models/small.sh" in note for note in found.launch.notes)
     rows = dict(describe.rows(found.args, found.model))
     assert rows["activation"] == rows["dropout"] == "?"
+
+
+WHOLE = (
+    "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 1 "
+    "--train-iters 10000 --lr 3e-4 --bf16 --tokenizer-type NullTokenizer --vocab-size 32000 --position-embedding-type rope "
+    "--normalization RMSNorm --swiglu --data-path x"
+)
+FORKED = f"ARGS=({WHOLE})\n{{}}\ntorchrun pretrain_gpt.py ${{{{ARGS[@]}}}}"
+
+
+@pytest.mark.parametrize(
+    "condition, said",
+    [
+        ('if [ "$X" = 1 ]; then ARGS+=(--hidden-dropout 0.0); fi', "0 if $X = 1, else 0.1 (default)"),
+        ('[ "$X" = 1 ] && ARGS+=(--hidden-dropout 0.0)', "0 if $X = 1, else 0.1 (default)"),
+        ('[ "$X" = 1 ] || ARGS+=(--hidden-dropout 0.0)', "0 if not ($X = 1), else 0.1 (default)"),
+        ("if $X; then ARGS+=(--hidden-dropout 0.0); fi", "0 if $X, else 0.1 (default)"),
+        ("D=0.3; if $X; then D=0.2; fi; ARGS+=(--hidden-dropout $D)", "0.2 if $X, else 0.3"),
+        (
+            "case $X in a) ARGS+=(--hidden-dropout 0.2);; b|c) ARGS+=(--hidden-dropout 0.3);; esac",
+            "0.2 if $X = a, 0.3 if $X = b or c, else 0.1 (default)",
+        ),
+        (
+            "case $X in a) ARGS+=(--hidden-dropout 0.2);; *) ARGS+=(--hidden-dropout 0.3);; esac",
+            "0.2 if $X = a, else 0.3",
+        ),
+        (
+            "if [ $X = 1 ]; then if [ $Y = 1 ]; then ARGS+=(--hidden-dropout 0.0); fi; fi",
+            "? (0 if $Y = 1, else 0.1 (default)) if $X = 1, else 0.1 (default)",
+        ),
+    ],
+)
+def test_a_flag_that_hangs_on_a_condition_is_told_with_all_that_it_may_be(condition, said):
+    """It was told as Megatron's default, and rules found fault with that."""
+    found = lint(FORKED.format(condition))
+    row = describe.told(found)["dropout"]
+    assert row.startswith("hidden ? (") and said in row and row.endswith("attention 0.1 (default)")
+    assert not [f for f in found.findings if "--hidden-dropout" in f.flag]
+    assert found.open and [f for f in found.findings if "--attention-dropout" in f.flag]
+    assert describe.data(found)["arguments"]["hidden_dropout"] is None
+
+
+@pytest.mark.parametrize("value, holds", [("true", True), ("false", False)])
+@pytest.mark.parametrize(
+    "condition", ["if $X; then {}; fi", "if ! $X; then :; else {}; fi", "$X && {}", "if [[ $X == true ]]; then {}; fi"]
+)
+def test_a_condition_on_a_variable_that_the_text_sets_is_decided(condition, value, holds):
+    found = lint(FORKED.format(f"X={value}\n{condition.format('ARGS+=(--hidden-dropout 0.0)')}"))
+    assert describe.told(found)["dropout"].startswith("hidden 0," if holds else "hidden 0.1 (default),")
+    assert not found.forks
+
+
+def test_conditions_apart_keep_what_each_decides_and_a_count_that_hangs_is_none():
+    text = "if [ $X = 1 ]; then ARGS+=(--hidden-dropout 0); fi; [ $Y = 1 ] && ARGS+=(--qk-layernorm)"
+    found = lint(FORKED.format(text))
+    rows = describe.told(found)
+    assert (
+        "if $X = 1" in rows["dropout"]
+        and "$Y" not in rows["dropout"]
+        and "? (on if $Y = 1, else none on) queries and keys" in rows["norms"]
+    )
+    assert "if $Y = 1" in rows["parameters"] and describe.data(found)["parameters"] is None
+
+
+def test_what_a_condition_of_python_decides_is_told_with_all_that_it_may_be():
+    text = f"""import subprocess
+def main(args):
+    cmd = ["torchrun", "pretrain_gpt.py", *"{WHOLE}".split()]
+    if args.small:
+        cmd += ["--global-batch-size", "2"]
+    else:
+        cmd += ["--global-batch-size", "4" if args.few else "8"]
+    subprocess.run(cmd)
+"""
+    found = lint(text, "t.py")
+    said = "--global-batch-size ? (2 if args.small, else ? (4 if args.few, else 8))"
+    assert said in describe.told(found)["said"]

@@ -219,7 +219,7 @@ def test_notes_name_the_model_the_other_files_and_fields_without_a_flag():
 def test_flags_in_the_strings_of_a_python_script():
     found = lint(SCRIPT, "run.py")
     assert found.args.num_layers == 2 and found.args.swiglu and found.args.lr == 1e-4
-    assert not found.args.said("num_experts") and dict(found.args.open_values()).keys() == {"hidden_size"}
+    assert dict(found.args.open_values()) == {"hidden_size": ("args.width",), "num_experts": ("args.many",)}
     assert any("`--num-experts 8` (line 12), if args.many" in note for note in found.launch.notes)
     assert "GELU" not in report.text(found)
 
@@ -450,8 +450,15 @@ def main(args, use_fp8=False):
 def test_a_conditional_flag_of_a_python_script_is_neither_there_nor_absent():
     """Those of an `a if b else c` were dropped without a word, and those behind an `and` taken as there."""
     found = lint(CONDITIONS, "run.py")
-    assert found.args.num_layers == 8 and dict(found.args.open_values()) == {"lr": ("args.lr",)}
-    assert found.args.given.keys() == {"num_layers", "hidden_size", "lr", "bf16"}
+    assert found.args.num_layers == 8 and found.args.given.keys() - found.args.hanging == {
+        "num_layers",
+        "hidden_size",
+        "lr",
+        "bf16",
+    }
+    assert found.args.hanging.keys() == {
+        "fp8", "fp8_recipe", "fp16_lm_cross_entropy", "swiglu", "squared_relu", "sequence_parallel", "add_bias_linear",
+    }  # fmt: skip
     said = [note.removeprefix("conditional, neither there nor absent here: ") for note in found.launch.notes]
     assert said[1:] == [
         "`--fp8-format hybrid` (line 6), `--fp8-recipe $(args.recipe)` (line 6), if use_fp8 == '--deep'",

@@ -78,7 +78,7 @@ def test_the_page_of_messages_is_as_reviewed(rewrite_golden):
 def test_a_report_counts_what_it_tells(path):
     """Its text, its JSON and the launch itself, three ways to the same."""
     found = lint(path.read_text(), path.name, None if "yaml" not in path.suffix else 8)
-    data, text = describe.data(found.args, found.model), report.text(found)
+    data, text = describe.data(found), report.text(found)
     last = text.splitlines()[-1]
     for severity, n in Counter(f.severity for f in found.findings).items():
         assert f"{n} {severity}" in last

@@ -1,9 +1,11 @@
 """Model -> what is trained, in lines for people and as data for programs. Values nobody said are marked as Megatron's default."""
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from nam_megatron.blocks.mamba2.read import SIZES
 from nam_megatron.errors import counted
@@ -11,6 +13,12 @@ from nam_megatron.lint.model import ATTENTION, SYMBOLS, TITLES, Model, known
 from nam_megatron.lint.rules.companions import idle
 from nam_megatron.lint.rules.parser import ALIASES, IDLE, OLD, incomplete, left_open, own
 from nam_megatron.lint.values import Args, NotKnown, Open
+
+if TYPE_CHECKING:
+    from nam_megatron.lint import Report
+
+FEW = 4  # values that a piece of a row may have
+CUTS = re.compile(r"(, |\n)")  # between its pieces
 
 # Said by few launches, and part of what is trained: shown as written.
 ALSO = (
@@ -97,6 +105,67 @@ def rows(a: Args, m: Model) -> Iterator[tuple[str, str]]:
         yield from row("batch", lambda: _batch(a, m))
 
 
+def told(report: "Report") -> dict[str, str]:
+    """The rows of a report; `?` with what it may be, where that hangs on a condition that the text does not decide."""
+    return {label: "".join(pieces) for label, pieces in _pieces(report).items()}
+
+
+def _pieces(report: "Report") -> dict[str, list[str]]:
+    plain = {label: CUTS.split(text) for label, text in rows(*(report.alone or (report.args, report.model)))}
+    forks = [[(condition, _pieces(way)) for condition, way in ways] for ways in report.forks]
+    labels = list(plain)
+    for _, way in (way for ways in forks for way in ways):
+        for before, label in pairwise(["", *way]):
+            if label not in labels:
+                labels.insert(labels.index(before) + 1 if before else 0, label)
+    found = {}
+    for label in labels:
+        pieces, hangs = plain.get(label, ["none"]), False
+        for ways in forks:
+            may = [(condition, way.get(label, ["none"])) for condition, way in ways]
+            if label in ("said", "also"):
+                pieces, *cuts = _aligned([pieces, *(cut for _, cut in may)])
+                may = [(condition, cut) for (condition, _), cut in zip(may, cuts, strict=True)]
+            pieces = may[0][1] if pieces == ["?"] else pieces
+            if {len(cut) for _, cut in may} != {len(pieces)}:
+                pieces, may = ["?" if hangs else ""], [(condition, ["".join(cut)]) for condition, cut in may]
+            several = [[(condition, cut[i]) for condition, cut in may] for i in range(len(pieces))]
+            differs = [len({text for _, text in one}) > 1 for one in several]
+            pieces = [
+                now if not differ else "?" if "?" in now else _either(one)
+                for now, differ, one in zip(pieces, differs, several, strict=True)
+            ]
+            hangs |= any(differs)
+        found[label] = pieces
+    return found
+
+
+def _aligned(lists: list[list[str]]) -> list[list[str]]:
+    """Lists of flags with a place for each flag that one of them has."""
+    held = [{piece.split(" ")[0]: piece for piece in pieces if piece.startswith("-")} for pieces in lists]
+    flags = dict.fromkeys(flag for one in held for flag in one)
+    return [[p for flag in flags for p in (", ", one.get(flag, f"no {flag}"))][1:] for one in held]
+
+
+def _either(may: list[tuple[str, str]]) -> str:
+    """What may be, each with its condition: `hidden ? (0 if $X = 1, else 0.1)`."""
+    if len({text for _, text in may}) > FEW:
+        return "?"
+    words = [text.replace("\n", "; ").split() for _, text in may]
+    whole = any(", " in re.sub(r"\(.*\)", "", text) for _, text in may)
+    shared = 0 if whole else min(map(len, words)) - 1  # words, of which something is left
+    first = min(len(os.path.commonprefix(words)), shared)
+    end = min(len(os.path.commonprefix([w[::-1] for w in words])), shared - first)
+    ways: dict[str, list[str]] = {}
+    for (condition, _), said in zip(may, words, strict=True):
+        ways.setdefault(" ".join(said[first : len(said) - end]), []).append(condition)
+    last = next(text for text, on in ways.items() if may[-1][0] in on)
+    several = [f"{text} if {' or '.join(on)}" for text, on in ways.items() if text != last]
+    return " ".join(
+        [*words[0][:first], f"? ({', '.join([*several, f'else {last}'])})", *words[0][len(words[0]) - end :]]
+    )
+
+
 def defaults_unknown(a: Args, m: Model) -> bool:
     """Whether words that are not here, or a program that is not Megatron's, may say what these leave out."""
     of_another = bool(a.foreign) and not OF_FORKS.fullmatch(a.launch.script or "")
@@ -150,6 +219,7 @@ def notes(a: Args, m: Model) -> Iterator[str]:
         ("computed", "worked out by the program where it runs, and open here"),
         ("unset", "nothing in the text sets what these hang on, and they are open"),
         ("branch", f"open, since they hang on what {would} would find"),
+        ("condition", "open, since they hang on what the text does not decide"),
         ("runs", "not set in the text, and how it runs hangs on it"),
         ("path", "not set in the text, and no matter here"),
     ):
@@ -177,8 +247,9 @@ def notes(a: Args, m: Model) -> Iterator[str]:
         yield "Muon takes every matrix but the embeddings: routers and DSA indexers included"
 
 
-def data(a: Args, m: Model) -> dict[str, object]:
+def data(report: "Report") -> dict[str, object]:
     """The same for programs; null where not known."""
+    a, m = report.args, report.model
     return {
         "kind": known(lambda: "hybrid" if m.hybrid else "gpt"),
         "num_layers": known(lambda: m.num_layers),
@@ -191,7 +262,7 @@ def data(a: Args, m: Model) -> dict[str, object]:
         if a.shaping or known(lambda: guessed(a, m), True)
         else known(lambda: {"total": m.count.total, "active": m.count.active, "by": dict(m.count.by)}),
         "arguments": {name: _plain(a.value(name)) for name in sorted(a.given)},
-        "text": dict(rows(a, m)),
+        "text": told(report),
     }
 
 

@@ -2,7 +2,8 @@
 
 Nothing is executed and nothing is guessed: what is read is what bash would run, or open. What the script does not set is a hole,
 `hole("NAME")`, which travels through strings and arrays until somebody needs the value. Where a condition cannot be told no branch
-is taken: what the branches would set becomes a hole, flags they would append are noted, commands in them may run. A loop over known
+is taken: what the branches would set becomes a hole, flags they would append are noted, commands in them may run. Such a condition is
+a fork, and the script can be read again with it decided. A loop over known
 words is run for each of them; of another what it appends ends in a hole. The script is called without arguments.
 """
 
@@ -74,6 +75,25 @@ def shown(text: str) -> str:
     return HOLE.sub(lambda m: f"${m[1]}" if re.fullmatch(r"\w+", m[1]) else f"$({m[1]})", text).replace(BLANK, " ")
 
 
+class Arm(NamedTuple):
+    """One way that a fork may go. label: what holds there, for people, `else` of the last; decided: of each condition whether it does."""
+
+    label: str
+    decided: dict[str, bool]
+
+
+Fork = tuple[Arm, ...]
+
+
+def fork(labels: Iterable[str]) -> Fork:
+    """Of conditions that are asked one after the other."""
+    arms, passed = [], dict[str, bool]()
+    for label in labels:
+        arms.append(Arm(label, {**passed, label: True}))
+        passed[label] = False
+    return (*arms, Arm("else", passed))
+
+
 @dataclass
 class Run:
     """What was found.
@@ -82,7 +102,7 @@ class Run:
     branch as if taken. uncalled: the same of functions that nothing here calls. left: the variables after each of those. printed: what
     `echo` shows. unset: names taken as absent from the environment, or from what the script is called with (`1`, `@`), because it copes
     without: the default it has, None where it only asks. notes: what could not
-    be told.
+    be told. decided: of conditions that cannot be told how they are taken; forks: of the others that change a variable.
     """
 
     commands: list[tuple[tuple[str, ...], Mapping[str, str | None]]] = field(default_factory=list)
@@ -96,6 +116,8 @@ class Run:
     notes: list[str] = field(default_factory=list)
     folder: Path | None = None
     spent: int = 0
+    decided: Mapping[str, bool] = field(default_factory=dict)
+    forks: list[Fork] = field(default_factory=list)
 
     def spend(self, steps: int = 1) -> None:
         self.spent += steps
@@ -103,13 +125,13 @@ class Run:
             raise ShellError("too long for a launch script")
 
 
-def run(text: str, folder: Path | None = None) -> Run:
-    """Follow a script. folder: where it lies; what it sources from there is read with it.
+def run(text: str, folder: Path | None = None, decided: Mapping[str, bool] | None = None) -> Run:
+    """Follow a script. folder: where it lies; what it sources from there is read with it. decided: see Run.
 
     Raises:
         ShellError: if it cannot be read as one.
     """
-    found = Run(folder=folder)
+    found = Run(folder=folder, decided=decided or {})
     try:
         Follower(found).script(text)
     except RecursionError:
@@ -274,18 +296,37 @@ class Follower:
 
     def branch(self, node: Branch) -> None:
         subject = " ".join(self.fields(node.subject)) if node.subject else ""
-        for i, (condition, body) in enumerate(node.arms):
-            verdict: bool | None = True
-            if condition is not None:
-                verdict = self.matches(subject, condition) if node.subject else self.truth(condition)
-            if verdict is None:
-                rest = node.arms[i:]
-                default = [t.literal for t in rest[-1][0] or ()] == ["*"] if node.subject else rest[-1][0] is None
-                self.suppose([arm for _, arm in rest], node.line, default)
-                return
+        ways: list[
+            tuple[str | None, list[Any]]
+        ] = []  # that may be taken, each with its condition where that cannot be told
+        for condition, body in node.arms:
+            label: str | None = None
+            if condition is None or (node.subject and [t.literal for t in condition] == ["*"]):
+                verdict: bool | None = True
+            elif node.subject:
+                verdict = self.matches(subject, condition)
+                label = f"{shown(subject)} = {' or '.join(map(self.pattern, condition))}"
+            else:
+                label = " and ".join(map(self.label, condition))
+                verdict = self.truth(condition)
+            verdict = self.run.decided.get(label or "") if verdict is None else verdict
+            if verdict is not False:
+                ways.append((None if verdict else label, body))
             if verdict:
-                self.nodes(body)
-                return
+                break
+        if ways and ways[0][0] is None:
+            self.nodes(ways[0][1])
+        elif ways:
+            labels = [label for label, _ in ways if label is not None]
+            self.suppose([body for _, body in ways], node.line, fork(labels), len(ways) > len(labels))
+
+    def label(self, node: object) -> str:
+        """A condition for people, and its name."""
+        if isinstance(node, Chain):
+            return f"{self.label(node.left)} {node.op} {self.label(node.right)}"
+        words = node.words if isinstance(node, Command) else []
+        said = [shown(self.joined(w.parts)) or "''" for w in words if w.kind == "word"]
+        return _brief(" ".join(w for w in said if w not in ("[", "[[", "]", "]]", "test"))) or "a command's end"
 
     def matches(self, subject: str, patterns: list[Token]) -> bool | None:
         found = [self.pattern(p) for p in patterns]
@@ -301,7 +342,9 @@ class Follower:
 
     def truth(self, nodes: list) -> bool | None:
         """Whether the condition of an `if` or a `while` holds; None if that cannot be told."""
-        if len(nodes) == 1 and (isinstance(nodes[0], Chain) or _tests(nodes[0]) or _negated(nodes[0])):
+        if len(nodes) == 1 and (
+            isinstance(nodes[0], Chain) or _tests(nodes[0]) or _negated(nodes[0]) or _named(nodes[0])
+        ):
             return self.status(nodes[0])
         if len(nodes) == 1 and (verdict := self.compared(nodes[0])) is not None:
             return verdict
@@ -322,11 +365,25 @@ class Follower:
         if isinstance(node, Chain):
             left = self.status(node.left)
             if left is None:
-                self.suppose([[node.right]], node.line)
+                left = self.run.decided.get(label := self.label(node.left))
+            if left is None:
+                one, other = fork([label])
+                taken = (
+                    (one, other)
+                    if node.op == "&&"
+                    else (Arm(f"not ({label})", other.decided), Arm("else", one.decided))
+                )
+                self.suppose([[node.right]], node.line, taken)
             return self.status(node.right) if left is (node.op == "&&") else left
         if _negated(node):
             verdict = self.status(replace(node, words=node.words[1:]))
             return None if verdict is None else not verdict
+        if (
+            _named(node)
+            and len(said := self.fields(node.words[0])) == 1
+            and (said[0] in TRUTHS or HOLE.fullmatch(said[0]))
+        ):
+            return TRUTHS.get(said[0])
         if not _tests(node):
             self.node(node)
             return None if isinstance(node, Command) and node.words and _asks(node.words[0]) else True
@@ -363,12 +420,18 @@ class Follower:
                 return NUMERIC[op](int(left), int(right))
         return None
 
-    def suppose(self, arms: Iterable[Iterable[object]], line: int, one_is: bool = False) -> None:
+    def suppose(self, arms: Iterable[Iterable[object]], line: int, ways: Fork, one_is: bool = False) -> None:
         """Branches of which nobody knows whether one is taken: what they would run may run, and what they set is not known after them.
 
         one_is: one of them is, so that what all of them set alike is known.
         """
         before, ends = self.run, [self.supposed(arm) for arm in arms]
+        starts = any(sum(w.startswith("--") for w in words) > 2 for after, _, _ in ends for words, _ in after.commands)
+        changes = (
+            (after.variables, after.env) != (before.variables, before.env) or after.forks for after, _, _ in ends
+        )
+        if not starts and any(changes):
+            before.forks.append(ways)
         for name in ends[0][0].variables if one_is else ():
             values = [after.variables.get(name) for after, _, _ in ends]
             if values[0] is not None and all(value == values[0] for value in values):
@@ -393,6 +456,7 @@ class Follower:
             variables=dict(actual.variables),
             unset={},
             notes=[],
+            forks=[],
         )
         self.functions = dict(functions)
         try:
@@ -687,8 +751,14 @@ def _negated(node: object) -> TypeGuard[Command]:
         isinstance(node, Command)
         and len(node.words) > 1
         and node.words[0].literal == "!"
-        and _tests(replace(node, words=node.words[1:]))
+        and (_tests(rest := replace(node, words=node.words[1:])) or _named(rest))
     )
+
+
+def _named(node: object) -> TypeGuard[Command]:
+    """Whether a command is a variable alone, `$USE_MOE`, which may be true or false."""
+    words = node.words if isinstance(node, Command) else []
+    return len(words) == 1 and words[0].kind == "word" and [p.kind for p in words[0].all_parts()] == ["var"]
 
 
 def _tests(node: object) -> TypeGuard[Command]:
@@ -803,6 +873,7 @@ def _divided(a: int, b: int) -> int:
     return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
 
+TRUTHS = {"true": True, ":": True, "false": False}
 NUMERIC: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq, "-ne": operator.ne, "-gt": operator.gt, "-ge": operator.ge, "-lt": operator.lt, "-le": operator.le,
 }  # fmt: skip

@@ -139,13 +139,16 @@ PROGRAMS = (
 
 @dataclass(frozen=True)
 class Said:
-    """What a text says of Megatron in another program's words. words: for Megatron's parser. env: of the training's processes."""
+    """What a text says of Megatron in another program's words. words: for Megatron's parser. env: of the training's processes.
+
+    forks: see follow.py."""
 
     program: str
     words: tuple[str, ...]
     notes: tuple[str, ...]
     gpus: int | None
     env: Mapping[str, str | None] = field(default_factory=dict)
+    forks: tuple[Any, ...] = ()
 
 
 def of_command(words: Iterable[str], target: Target) -> Said | None:

@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from nam_megatron.lint.container import SECTIONS
-from nam_megatron.lint.follow import HOLE, hole, holes, shown
+from nam_megatron.lint.follow import HOLE, Fork, fork, hole, holes, shown
 from nam_megatron.lint.others import BRIDGE, Said, flags
 from nam_megatron.lint.shell import CLOSE, OPEN
 from nam_megatron.targets import Target
@@ -41,16 +41,16 @@ def is_python(first: str, name: str) -> bool:
     return name.endswith(".py") or bool(FIRST.match(first))
 
 
-def read(text: str, target: Target) -> Said | None:
-    """What a Python file says of Megatron; None: nothing. `Said.program` is empty of one with flags in strings.
+def read(text: str, target: Target, decided: Mapping[str, bool]) -> Said | None:
+    """What a Python file says of Megatron; None: nothing. `Said.program` is empty of one with flags in strings. decided: see follow.py.
 
     Raises SyntaxError.
     """
     # Where nothing is used, as in a file that others import, all of it counts.
-    return _said(Used().visit(ast.parse(text)), target) or _said(ast.parse(text), target)
+    return _said(Used().visit(ast.parse(text)), target, decided) or _said(ast.parse(text), target, decided)
 
 
-def _said(tree: ast.Module, target: Target) -> Said | None:
+def _said(tree: ast.Module, target: Target, decided: Mapping[str, bool]) -> Said | None:
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, Function)}
     constants = _constants(tree)
     providers = _providers(tree, constants)
@@ -59,7 +59,7 @@ def _said(tree: ast.Module, target: Target) -> Said | None:
         *functions.values(),
         *(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name in providers),
     ]:
-        found = Recipe(functions, constants, {}, target, providers)
+        found = Recipe(functions, constants, {}, decided, target, providers)
         if isinstance(function, ast.ClassDef):
             found.fields = providers[function.name]
         else:
@@ -88,8 +88,8 @@ def _said(tree: ast.Module, target: Target) -> Said | None:
         notes += [f"not known here, it may set any field: {what}" for what in dict.fromkeys(found.unknown)]
         if without:
             notes.append(f"fields that no flag of Megatron's says: {', '.join(without)}")
-        return Said(BRIDGE, tuple(words), tuple(notes), None)
-    return _script(tree, functions, constants, target)
+        return Said(BRIDGE, tuple(words), tuple(notes), None, forks=tuple(found.forks))
+    return _script(tree, functions, constants, target, decided)
 
 
 def _providers(tree: ast.Module, constants: Mapping[str, Any]) -> dict[str, list[tuple[str, str, Any]]]:
@@ -178,14 +178,16 @@ class Walk:
     """Statements in their order: what each name is at them, and on which condition they stand (`on`), where the text does not decide it.
 
     constants: what names are in any function. names: what they are where it is. depth: functions that it is in; followed: how many it
-    was in.
+    was in. decided, forks: see follow.py.
     """
 
     functions: Mapping[str, Function]
     constants: Mapping[str, Any]
     names: dict[str, Any]
+    decided: Mapping[str, bool]
     depth: int = field(default=0, init=False)
     followed: int = field(default=0, init=False)
+    forks: list[Fork] = field(default_factory=list, init=False)
 
     def expression(self, node: ast.expr, on: str | None) -> None:
         raise NotImplementedError
@@ -212,11 +214,13 @@ class Walk:
             loose, line = set(_bound(node)), f"line {node.lineno}"
             match node:
                 case ast.If(test=test, body=then, orelse=otherwise):
-                    truth = _value(test, self.names)
-                    if isinstance(truth, (bool, int, float, str, type(None))) and not _open(truth):
+                    truth = self.truth(test)
+                    if truth is not None:
                         if self.body(then if truth else otherwise, on):
                             return True
                         continue
+                    if not ends(then) and not ends(otherwise):
+                        self.forked(test, on)
                     self.expression(test, on)
                     holds, fails = _and(on, _brief(test)), _and(on, f"not ({_brief(test)})")
                     self.apart(then, holds)
@@ -283,6 +287,17 @@ class Walk:
                 name for name in loose if not isinstance(self.names.get(name), dict) or not isinstance(node, APART)
             )
         return False
+
+    def truth(self, test: ast.expr) -> bool | None:
+        """Whether a condition holds; None where neither the text nor who asks decides it."""
+        said = _value(test, self.names)
+        known = isinstance(said, (bool, int, float, str, type(None))) and not _open(said)
+        return bool(said) if known else self.decided.get(_brief(test))
+
+    def forked(self, test: ast.expr, on: str | None) -> None:
+        """Note a condition that nobody decides; what a loop asks it may decide otherwise in each round."""
+        if on is None and (ways := fork([_brief(test)])) not in self.forks:
+            self.forks.append(ways)
 
     def apart(self, nodes: Sequence[ast.stmt], on: str) -> None:
         """Statements after which others may stand."""
@@ -707,7 +722,11 @@ def _brief(node: ast.expr) -> str:
 
 
 def _script(
-    tree: ast.Module, functions: Mapping[str, Function], constants: dict[str, Any], target: Target
+    tree: ast.Module,
+    functions: Mapping[str, Function],
+    constants: dict[str, Any],
+    target: Target,
+    decided: Mapping[str, bool],
 ) -> Said | None:
     """The strings of the function that has most of Megatron's flags, in their order; of those on a condition it is said which."""
     templates = set(_templates(tree))
@@ -725,7 +744,9 @@ def _script(
             names |= (
                 {"self": made} if isinstance(made := constants.get(of_classes.get(function.name, "")), Record) else {}
             )
-        found.append(Strings(functions, constants, names, target, speaking, {*of_classes}, templates=templates))
+        found.append(
+            Strings(functions, constants, names, decided, target, speaking, {*of_classes}, templates=templates)
+        )
         found[-1].body(function.body if function else tree.body, None)
     launches = [(one, words) for one in found for words in one.launches()]
     most, words = max(launches, key=lambda one: (_flags(one[1], target), -sum(map(_open, one[1]))))
@@ -743,7 +764,7 @@ def _script(
         notes.append(f"flags of its other functions, not read here: {', '.join(away[:8])}{more_}")
     if most.changed:
         notes.append(f"the words may be others, by what changes them: {', '.join(most.changed)}")
-    return Said("", tuple(words), tuple(notes), None)
+    return Said("", tuple(words), tuple(notes), None, forks=tuple(most.forks))
 
 
 def _calls(node: ast.AST) -> Iterator[ast.expr]:
@@ -931,7 +952,10 @@ class Strings(Walk):
                 self.follow(node, on)
             case ast.IfExp(test=test, body=one, orelse=other):
                 self.fork(test, one, other, on, listed)
+            case ast.BoolOp(op=op, values=[first, *rest]) if _says(rest) and (truth := self.truth(first)) is not None:
+                self.nodes(rest if truth is isinstance(op, ast.And) else [first], on, listed)
             case ast.BoolOp(op=op, values=[first, *rest]):
+                self.forked(first, on)
                 self.node(first, on, listed)
                 self.nodes(
                     rest, _and(on, _brief(first) if isinstance(op, ast.And) else f"not ({_brief(first)})"), listed
@@ -1064,10 +1088,11 @@ class Strings(Walk):
             self.left.append((getattr(node, "lineno", 0), words, on))
 
     def fork(self, test: ast.expr, then: ast.expr, otherwise: ast.expr, on: str | None, listed: bool) -> None:
-        truth = _value(test, self.names)
-        if isinstance(truth, (bool, int, str, type(None))) and not _open(truth):
+        truth = self.truth(test)
+        if truth is not None:
             self.node(then if truth else otherwise, on, listed)
             return
+        self.forked(test, on)
         self.node(then, _and(on, _brief(test)), listed)
         self.node(otherwise, _and(on, f"not ({_brief(test)})"), listed)
 

@@ -70,7 +70,7 @@ class Launch:
     size, None if not known. partial: only variables for another script to use, so that flags may be missing. plan: of our own trainer,
     where it can be read. unsaid: what the text says of its model and the words do not. name: of the file. supposed: the
     number of GPUs is the script's own default for what its environment says. program: another one that
-    reads the text, and decides what it leaves out.
+    reads the text, and decides what it leaves out. forks: conditions that the text does not decide.
     """
 
     target: Target
@@ -87,6 +87,7 @@ class Launch:
     name: str = "-"
     supposed: bool = False
     program: str | None = None
+    forks: tuple[follow.Fork, ...] = ()
 
     def on(self, gpus: int) -> "Launch":
         """The same launch on so many GPUs."""
@@ -101,8 +102,9 @@ class Launch:
         return tuple(n for n, line in lines if not line.lstrip().startswith("#") and found.search(line))
 
 
-def read(text: str, target: Target, name: str = "-") -> Launch:
-    """Find the launch in a text. `name`: the file it is from, or `-`; what the text says of its own folder is looked up there.
+def read(text: str, target: Target, name: str = "-", decided: Mapping[str, bool] | None = None) -> Launch:
+    """Find the launch in a text. `name`: the file it is from, or `-`; what the text says of its own folder is looked up there. decided:
+    how conditions are taken that the text does not decide.
 
     Raises:
         Refused: if there is none, or if our trainer would not take the plan that it starts with.
@@ -121,9 +123,9 @@ def read(text: str, target: Target, name: str = "-") -> Launch:
         elif first.startswith("-"):
             launch = _plain(text, target)
         elif python.is_python(first, name):
-            launch = _python(text, target)
+            launch = _python(text, target, decided or {})
         else:
-            launch = _shell(text, target, name)
+            launch = _shell(text, target, name, decided or {})
     except SyntaxError as err:
         raise Refused(Problem(f"`{name}` is no Python: {err.msg} in line {err.lineno}", hint=FORMS)) from None
     except (ShellError, yaml.YAMLError, RecursionError, ValueError) as err:
@@ -224,20 +226,19 @@ def _plain(text: str, target: Target) -> Launch:
     return Launch(target, tuple(words), "words", text)
 
 
-def _python(text: str, target: Target) -> Launch:
-    if (said := python.read(text, target)) is None:
+def _python(text: str, target: Target, decided: Mapping[str, bool]) -> Launch:
+    if (said := python.read(text, target, decided)) is None:
         return Launch(target, (), "python", text)
     kind, program = ("python", said.program) if said.program else ("script", "the script")
-    return Launch(target, said.words, kind, text, notes=said.notes, partial=True, program=program)
+    return Launch(target, said.words, kind, text, notes=said.notes, partial=True, program=program, forks=said.forks)
 
 
 # Shell --------------------------------------------------------------------------------------------------------------------
 
 
-def _shell(text: str, target: Target, name: str) -> Launch:
-    run = follow.run(
-        PLACE.sub(lambda found: found[1] + follow.hole(found[2]), text), None if name == "-" else Path(name).parent
-    )
+def _shell(text: str, target: Target, name: str, decided: Mapping[str, bool]) -> Launch:
+    filled = PLACE.sub(lambda found: found[1] + follow.hole(found[2]), text)
+    run = follow.run(filled, None if name == "-" else Path(name).parent, decided)
 
     def flags(command: tuple) -> int:
         return _flags(_split(command[0], target)[1], target)
@@ -284,7 +285,19 @@ def _shell(text: str, target: Target, name: str) -> Launch:
         partial = True
     gpus = _gpus(launcher, text, run.variables)
     by_default = any(NODES.search(name) for name in run.unset) or bool(TO_CHANGE.search(text))
-    return Launch(target, tuple(words), "shell", text, env, script, gpus, tuple(notes), partial, supposed=by_default)
+    return Launch(
+        target,
+        tuple(words),
+        "shell",
+        text,
+        env,
+        script,
+        gpus,
+        tuple(notes),
+        partial,
+        supposed=by_default,
+        forks=tuple(run.forks),
+    )
 
 
 def _of_another(run: follow.Run, text: str, target: Target) -> Launch | None:
@@ -299,7 +312,15 @@ def _of_another(run: follow.Run, text: str, target: Target) -> Launch | None:
     if several := len({other.words for other, _ in found}) - 1:
         notes.append(f"the text has {several + 1} launches: read is the one that says most")
     return Launch(
-        target, said.words, "shell", text, {**env, **said.env}, gpus=said.gpus, notes=tuple(notes), program=said.program
+        target,
+        said.words,
+        "shell",
+        text,
+        {**env, **said.env},
+        gpus=said.gpus,
+        notes=tuple(notes),
+        program=said.program,
+        forks=tuple(run.forks),
     )
 
 

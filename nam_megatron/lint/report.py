@@ -27,7 +27,7 @@ def lines(report: Report, width: int = 110) -> Iterator[Line]:
     """The report line by line; `width` in characters."""
     yield [(f"{_printable(report.name)}: ", ""), (_printable(_headline(report)), "bold")]
     yield []
-    rows = list(describe.rows(report.args, report.model))
+    rows = list(describe.told(report).items())
     if report.args.elsewhere and (unsaid := [label for label, text in rows if text == "?"]):
         rows = [*(row for row in rows if row[1] != "?"), ("not said", ", ".join(unsaid))]
     for label, text in rows:
@@ -123,7 +123,7 @@ def as_json(report: Report, more: Mapping[str, object] | None = None) -> str:
         "script": report.launch.script,
         "gpus": report.args.launch.gpus,
         "environment": dict(report.launch.env),
-        "trains": describe.data(report.args, report.model),
+        "trains": describe.data(report),
         "findings": [
             {
                 "id": f.id,

@@ -8,7 +8,7 @@ import difflib
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -131,9 +131,11 @@ class Trouble:
 
 
 class Args:
-    """Arguments by Megatron's names: `args.hidden_size`. What is not known raises NotKnown when asked for."""
+    """Arguments by Megatron's names: `args.hidden_size`. What is not known raises NotKnown when asked for.
 
-    def __init__(self, launch: Launch):
+    hanging: arguments that are one or another by what the text does not decide, and what that is."""
+
+    def __init__(self, launch: Launch, hanging: Mapping[str, tuple[str, ...]] | None = None):
         self.launch, self.target = launch, launch.target
         self.given: dict[str, list[tuple[str, Any, str]]] = defaultdict(list)  # argument -> (flag, value, as written)
         self.trouble: list[Trouble] = []
@@ -142,6 +144,10 @@ class Args:
         self.foreign: list[str] = []  # flags of another program's parser, or of another Megatron's
         self._underscores = self._spelt_with_underscores()
         self._parse(list(launch.words))
+        self.hanging = hanging or {}
+        for name, on in self.hanging.items():
+            flag = launch.target.by_dest[name].name
+            self.given[name] = [(flag, Open(on), flag)]
         self.empty = self._never_filled()
         self._estrange()
         # Whether another program reads these words and decides what they leave out: its defaults are not Megatron's.

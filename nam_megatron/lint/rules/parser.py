@@ -160,13 +160,16 @@ def _of_a_fork(bad: Trouble, strange: int) -> bool:
 def left_open(a: Args) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Flags whose value the text does not tell: what is to be said of each, the flag with its variables, and the lines that would tell."""
     for name, names in a.open_values():
-        flag, variables = a.written(name).split()[0].split("=")[0], ", ".join(f"${n}" for n in dict.fromkeys(names))
+        flag = a.written(name).split()[0].split("=")[0]
+        variables = ", ".join(n if name in a.hanging else f"${n}" for n in dict.fromkeys(names))
         if a.worked_out(names):
             yield "computed", a.written(name), ()
         elif harmless(name, a.target):
             yield "path", f"{flag} ({variables})", ()
         elif runs(name):
             yield "runs", f"{flag} ({variables})", ()
+        elif name in a.hanging:
+            yield "condition", f"{flag} ({variables})", ()
         else:
             lines = tuple(line for one in names for line in set_where(a.launch.text, one))
             yield "branch" if lines else "unset", f"{flag} ({variables})", lines
