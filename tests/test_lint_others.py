@@ -641,6 +641,39 @@ def test_rlinf_is_not_areal():
     assert of_tree(tree, current()).program == "AReaL"
 
 
+AREAL = """
+allocation_mode: sglang:d4+{}
+actor: {{path: a/b, dtype: bfloat16, gradient_checkpointing: {}, optimizer: {{type: adam, lr: 1e-6, min_lr_ratio: 0.1,
+  lr_scheduler_type: cosine}}, megatron: {{recompute_granularity: full, exp_avg_dtype: bfloat16, fp8_config: {{mode: hybrid}}}}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "gpus", "sizes"),
+    [
+        ("megatron:d2t4", 8, (4, 1, 1, 1, None)),
+        ("megatron:d4p2t2c1e4", 16, (2, 2, 1, 4, 1)),
+        ("megatron:(attn:d1p2t4|ffn:d1p2t2e2)", 8, (4, 2, 1, 2, 2)),
+    ],
+)
+@pytest.mark.parametrize("recomputed", [True, False])
+def test_areal_says_layout_precision_and_schedule_in_words_of_its_own(backend, gpus, sizes, recomputed):
+    launch = (found := lint(AREAL.format(backend, str(recomputed).lower()))).launch
+    names = "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size"
+    assert launch.gpus == gpus and launch.program == "AReaL"
+    assert tuple(found.args.value(name) for name in names.split()) == sizes[:4]
+    assert found.args.said("expert_tensor_parallel_size") == (sizes[4] is not None)
+    assert sizes[4] in (None, found.args.value("expert_tensor_parallel_size"))
+    told = {"bf16": True, "lr_decay_style": "cosine", "min_lr": 1e-7, "exp_avg_dtype": "bf16", "fp8": "hybrid"}
+    assert {name: found.args.value(name) for name in told} == pytest.approx(told)
+    assert found.args.said("recompute_granularity") == recomputed
+
+
+def test_areal_with_another_backend_trains_nothing_of_megatrons():
+    launch = lint(AREAL.format("fsdp:d8", "true")).launch
+    assert launch.gpus is None and any("another backend trains" in note for note in launch.notes)
+
+
 @pytest.mark.parametrize(
     ("unread", "said"),
     [

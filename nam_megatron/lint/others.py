@@ -5,12 +5,14 @@ Megatron-Bridge has for it (container.py); a field without a flag is noted by na
 """
 
 import difflib
+import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -42,7 +44,7 @@ class Program:
     names; `*` is any name. named: single keys and the arguments they are. gpus: keys whose product is the number of GPUs that train;
     marks: keys that must be there. own: fields that have Megatron's name and values of the program's.
     apart: a key whose `false` or absence leaves open how many of those do something else. model: where it names the model. needs: a field
-    that counts only where another one is true.
+    that counts only where another one is true. worded: what it says in words of its own, as Megatron's arguments.
     """
 
     name: str
@@ -54,6 +56,64 @@ class Program:
     needs: Mapping[str, str] = field(default_factory=lambda: OFFLOADING)
     marks: tuple[str, ...] = ()
     own: tuple[str, ...] = ()
+    worded: Callable[[Tree], "Worded"] | None = None
+
+
+class Worded(NamedTuple):
+    """Arguments, how many GPUs they are for, and whether another backend than Megatron trains."""
+
+    arguments: Mapping[str, Any]
+    gpus: int | None = None
+    otherwise: bool = False
+
+
+AREAL = re.compile(r"megatron(?:\[\w+\])?:(?:\(?attn:(\w+)\|ffn:(\w+)|(\w+))")
+DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+DENSE = {
+    "t": "tensor_model_parallel_size", "p": "pipeline_model_parallel_size", "c": "context_parallel_size", "e": "expert_model_parallel_size",
+}  # fmt: skip
+
+
+def _areal(tree: Tree) -> Worded:
+    """`actor.backend: megatron:d2t4`, or older `allocation_mode`, has the sizes; beside them precision, schedule and recompute.
+
+    `(attn:d1p2t4|ffn:d1p2t1e4)` has those of the experts apart, which are not cut by tensor parallelism else."""
+
+    def one(place: str) -> Any:
+        return next(at(tree, f"actor.{place}"), None)
+
+    backend = one("backend") or tree.get("allocation_mode") or ""
+    found = AREAL.search(str(backend).replace(" ", ""))
+    if found is None:
+        return Worded({}, otherwise=bool(re.search(r"fsdp|archon", str(backend))))
+    dense, experts = (
+        {k: int(n) for k, n in re.findall(r"([dtpce])(\d+)", t or "")} for t in (found[1] or found[3], found[2])
+    )
+    said: dict[str, Any] = {name: dense.get(letter, 1) for letter, name in DENSE.items()} | {
+        "sequence_parallel": dense.get("t", 1) > 1
+    }
+    if "e" in dense | experts:
+        said |= {DENSE["e"]: (dense | experts)["e"], "expert_tensor_parallel_size": experts.get("t", 1)}
+    optimizer, lr, ratio = (one(f"optimizer.{name}") for name in ("type", "lr", "min_lr_ratio"))
+    small = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    said |= small if optimizer == "adam_bf16" else {}
+    said |= {"optimizer": optimizer.removesuffix("_bf16")} if isinstance(optimizer, str) else {}
+    dtype = "bfloat16" if optimizer == "adam_bf16" else one("dtype")
+    said |= {DTYPES[dtype]: True} if dtype in ("bfloat16", "float16") else {}
+    said |= {"lr_decay_style": style} if (style := one("optimizer.lr_scheduler_type")) else {}
+    with suppress(TypeError, ValueError):  # YAML takes 1e-6 for a text
+        said["min_lr"] = float(ratio) * float(lr)
+    megatron = one("megatron")
+    for name, value in megatron.items() if isinstance(megatron, dict) else ():
+        if name.endswith("_dtype") and value in DTYPES:
+            said.setdefault(name, DTYPES[value])
+        if name.startswith("recompute_") and value is not None and one("gradient_checkpointing"):
+            said[name] = value
+    fp8 = one("megatron.fp8_config")
+    for name, value in fp8.items() if isinstance(fp8, dict) else ():
+        said[{"mode": "fp8", "param": "fp8_param_gather"}.get(name, name if "bf16" in name else f"fp8_{name}")] = value
+    gpus = math.prod(dense.get(letter, 1) for letter in "dtpc")
+    return Worded(said, gpus)
 
 
 OPTIMIZER = ("lr", "weight_decay", "clip_grad", "lr_decay_style")  # of verl's, under Megatron's names
@@ -122,6 +182,9 @@ PROGRAMS = (
         {"actor.optimizer.lr": "lr", "actor.optimizer.weight_decay": "weight_decay", "actor.optimizer.beta1": "adam_beta1",
          "actor.optimizer.beta2": "adam_beta2", "actor.optimizer.eps": "adam_eps", "actor.optimizer.gradient_clipping": "clip_grad"},
         model=("actor.path",),
+        own=("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules", "main_grads_dtype",
+             "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
+        worded=_areal,
     ),
     # The words behind its run_recipe.py and its like, laid over a recipe: containers in YAML are container.py's.
     Program(BRIDGE, {section: section for section in SECTIONS}),
@@ -182,7 +245,8 @@ def of_tree(tree: Tree, target: Target, elsewhere: bool = False, recipe: bool = 
             for found in at(tree, place)
             if isinstance(found, dict)
         ]
-        if fields := list(_fields(program, tree, groups)):
+        worded = program.worded(tree) if program.worded else Worded({})
+        if fields := [*_fields(program, tree, groups, worded)]:
             words, without = flags(fields, target)
             if not words:
                 continue
@@ -198,12 +262,17 @@ def of_tree(tree: Tree, target: Target, elsewhere: bool = False, recipe: bool = 
                 notes.append(
                     f"of {program.name} alone, or fields that no flag of Megatron's says: {', '.join(without)}"
                 )
-            if off := [place for place, found, _ in groups if found.get("enabled") is False]:
-                notes.append(f"`{off[0]}.enabled` is false: as it stands nothing here is Megatron's to train")
+            off = [f"`{place}.enabled` is false" for place, found, _ in groups if found.get("enabled") is False]
+            if off := off + ["another backend trains"] * worded.otherwise:
+                notes.append(f"{off[0]}: as it stands nothing here is Megatron's to train")
             env = [found["env_vars"] for _, found, _ in groups if isinstance(found.get("env_vars"), dict)]
             said = {str(k): None if v is None else str(v) for held in env for k, v in held.items()}
             return Said(
-                program.name, tuple(words), tuple(notes), None if off else _gpus(program, tree, elsewhere), said
+                program.name,
+                tuple(words),
+                tuple(notes),
+                None if off else worded.gpus or _gpus(program, tree, elsewhere),
+                said,
             )
     return None
 
@@ -250,7 +319,7 @@ def _words(flag: Flag, value: Any) -> list[str]:
 
 
 def _fields(
-    program: Program, tree: Tree, groups: Sequence[tuple[str, Mapping[str, Any], str]]
+    program: Program, tree: Tree, groups: Sequence[tuple[str, Mapping[str, Any], str]], worded: Worded
 ) -> Iterator[tuple[str, str, Any]]:
     inner = {at.rpartition(".")[2] for at in program.groups}
     for _, found, section in groups:
@@ -262,7 +331,8 @@ def _fields(
                 and not (isinstance(value, dict) or (name in inner and value is None))
             ):
                 yield section, str(name), value
-    if groups:
+    yield from (("args", dest, value) for dest, value in worded.arguments.items())
+    if groups or worded.arguments:
         yield from (
             ("args", dest, v) for key, dest in program.named.items() for v in at(tree, key) if not isinstance(v, dict)
         )
