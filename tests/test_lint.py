@@ -1988,3 +1988,18 @@ def test_a_number_that_no_run_stands_is_a_finding_and_no_traceback(change, rule)
 )
 def test_a_size_of_nothing_that_nothing_reads_does_not_fail(change):
     assert not ids(launch(GPT, change))["not-positive"]
+
+
+def test_a_rate_below_a_constant_one_is_noted_and_no_finding():
+    """It stands in launches whose schedule was changed, and asks nobody to do anything."""
+    found = lint(f"torchrun pretrain_gpt.py {DESCRIBED} --lr 1e-4 --min-lr 1e-5 --lr-decay-style constant")
+    assert not [f for f in found.findings if "--min-lr" in f.flag]
+    assert any("--min-lr 1e-5 wants" in note for note in describe.notes(found.args, found.model))
+
+
+@pytest.mark.parametrize("name", ["bench.sh", "run_benchmark.sh", "profile-gpt.sh", "x/llama_perf.sh"])
+def test_a_script_that_measures_is_asked_for_nothing_that_only_a_kept_run_wants(name):
+    newer = "--swiglu --normalization RMSNorm --position-embedding-type rope"
+    text = f"torchrun pretrain_gpt.py {DESCRIBED} {newer} --save a --load a --finetune"
+    kept, measured = (Counter(f.id for f in lint(text, one).findings) for one in ("benchley/perform.sh", name))
+    assert set(kept - measured) == {"fp32", "default-beta2", "default-bias", "default-dropout", "restart-anew"}

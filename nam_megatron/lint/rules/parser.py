@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from nam_megatron.lint.follow import shown
 from nam_megatron.lint.model import Model, known
@@ -64,6 +65,13 @@ NO_TRAINING = re.compile(
     r"forward_|convert|hf2|2mcore|mcore2|inference|generat|evaluat|server|export|preprocess|quantize|ptq|prune|index|(^|/)(tasks|tools)/|"
     r"(^|/)(?![^/]*train)([^/]*[^a-z/])?eval[^/]*$"
 )
+
+
+# A program that measures how fast a model runs: whatever it trains, nobody keeps.
+MEASURES = re.compile(
+    r"(?<![a-z])(bench(mark)?(s|ing)?|perf|profil(e|ing)|nsys|throughput|mfu)(?![a-z])", re.IGNORECASE
+)
+OF_KEPT_RUNS = ("fp32", "restart-anew", "offload-resume", "resume-learning-rate", "moe-forced-balancing")
 
 
 OF_TRAINING = (
@@ -187,6 +195,8 @@ def absence(rule: Rule, flag: str, fix: str, a: Args) -> bool:
 def of_another(rule: Rule, a: Args) -> bool:
     """Whether a rule is about what another program does itself: its parser and checks; a port to another device has kernels, too."""
     if NO_TRAINING.search(a.launch.script or "") and (rule.severity in (COST, DEFAULT) or rule.id in OF_TRAINING):
+        return True
+    if (rule.severity == DEFAULT or rule.id in OF_KEPT_RUNS) and MEASURES.search(Path(a.launch.name).name):
         return True
     if a.rebuilt and rule.id in OF_ITS_CODE:
         return True

@@ -96,10 +96,15 @@ def _apart(a: Args, m: Model) -> Iterator[str]:
             yield f"{a.written('lr_warmup_samples')}\ta step is {batch} samples: {warm / batch:.1f} steps"
 
 
+def _restarts(a: Args) -> bool:
+    """Whether a second start reads what this run saved."""
+    where = {name: a.given[name][-1][2].split(" ", 1)[-1] for name in ("save", "load") if a.said(name)}
+    return len(where) == 2 and where["save"] == where["load"]
+
+
 def _own_folder(a: Args, m: Model) -> Iterator[str]:
     """A run that reads its own checkpoints: a second start begins with what it lacks then."""
-    where = {name: a.given[name][-1][2].split(" ", 1)[-1] for name in ("save", "load") if a.said(name)}
-    if len(where) == 2 and where["save"] == where["load"] and not a.pretrained_checkpoint:
+    if _restarts(a) and not a.pretrained_checkpoint and not a.mock_data:
         if a.finetune:
             yield f"{a.written('finetune')}\tit counts from step 0 again, with a new optimizer, from the weights of its last save"
         elif a.no_load_optim:
@@ -160,6 +165,20 @@ RULES = (
         "training/checkpointing.py load_checkpoint",
     ),
     Rule(
+        "restart-strict",
+        FAIL,
+        "dist_ckpt_strictness",
+        lambda a, m: _restarts(a)
+        and not m.plan
+        and a.dist_ckpt_strictness == "raise_all"
+        and a.ckpt_format == "torch_dist"
+        and a.rerun_mode != "disabled",
+        "a restart stops at its own checkpoint (`Missing keys ... rerun_state_machine_state`): the state of reruns is saved also where "
+        "none is pending, and is asked for only where one is (Megatron-LM issue 7428, pull request 7222)",
+        "add `--rerun-mode disabled` from the first start on, or use `--dist-ckpt-strictness raise_unexpected`",
+        "core/rerun_state_machine.py state_dict, validate_state_dict, training/checkpointing.py load_checkpoint",
+    ),
+    Rule(
         "wsd-too-long",
         WRONG,
         "lr_wsd_decay_iters",
@@ -185,7 +204,10 @@ RULES = (
         "offload-resume",
         OPEN,
         "optimizer_cpu_offload",
-        lambda a, m: not a.elsewhere and a.optimizer_cpu_offload and bool(a.load or a.pretrained_checkpoint),
+        lambda a, m: not a.elsewhere
+        and a.optimizer_cpu_offload
+        and not a.mock_data
+        and bool(a.load or a.pretrained_checkpoint),
         "an optimizer on the CPU keeps copies of the weights of its own: after a checkpoint losses that begin anew were reported, with its "
         "state (Megatron-LM issues 1842, 2775) and, of weights alone, with the cause (pull request 5071)",
         "compare the first loss with the last one before, or keep the optimizer on the GPU",
