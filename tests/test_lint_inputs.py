@@ -954,3 +954,45 @@ def test_what_lint_finds_is_said_where_a_config_json_is_a_preset(tmp_path, capsy
     with pytest.raises(Refused) as refused:
         preset.of_config(tmp_path / "config.json")
     assert "hint: save it as UTF-8" in refused.value.render()
+
+
+BASE = "model:\n  num_layers: 24\n  hidden_size: 1024\n  num_attention_heads: 16\ntrain:\n  micro_batch_size: 1\n  lr: 1e-4\n"
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("base.yaml", "_base_: base.yaml"), ("base.yml", "extends: [base]"), ("../base.yaml", "defaults: ../base.yaml"),
+        ("group/one.yaml", "defaults:\n- override group@_global_: one\n- _self_"),
+    ],
+)  # fmt: skip
+def test_the_base_of_a_yaml_is_read_where_it_lies_beside_it(tmp_path, where, said):
+    (folder := tmp_path / "conf").mkdir()
+    file, base = folder / "a.yaml", folder / where
+    text = f"{said}\nmodel:\n  num_layers: 12\n"
+    away = lint(text, str(file))
+    assert away.args.elsewhere and any("not read" in note for note in away.launch.notes)
+    base.parent.mkdir(exist_ok=True)
+    base.write_text(BASE)
+    found = lint(text, str(file))
+    assert (found.args.num_layers, found.args.hidden_size, found.args.lr) == (12, 1024, 1e-4)
+    assert found.launch.notes[0] == f"starts from {base.name}, which is read with it" and not found.args.elsewhere
+
+
+def test_a_group_of_hydras_stands_below_its_name_and_a_base_of_itself_ends(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "small.yaml").write_text("num_layers: 4\nhidden_size: 64\n")
+    (tmp_path / "a.yaml").write_text(text := "defaults:\n- model: small\nextends: b\nmicro_batch_size: 2\n")
+    (tmp_path / "b.yaml").write_text("extends: a.yaml\nlr: 1e-3\n")
+    found = lint(text, str(tmp_path / "a.yaml"))
+    assert (found.args.num_layers, found.args.hidden_size, found.args.lr) == (4, 64, 1e-3)
+
+
+def test_what_a_yaml_leaves_out_that_others_start_from_is_theirs_to_say(tmp_path):
+    """Lengths that the heirs say were called missing."""
+    assert lint(BASE, str(tmp_path / "base.yaml")).findings
+    (tmp_path / "a.yaml").write_text("_base_: base.yaml\ntrain_iters: 10\n")
+    found = lint(BASE, str(tmp_path / "base.yaml"))
+    assert not found.findings and any(
+        "others start from it" in note and "a.yaml" in note for note in found.launch.notes
+    )

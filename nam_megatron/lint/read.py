@@ -394,9 +394,10 @@ def _gpus(launcher: tuple[str, ...], text: str, variables: Mapping[str, str | li
 
 
 def _yaml(text: str, target: Target, name: str) -> Launch:
-    root = compose(text)
+    path = None if name == "-" else Path(name)
+    root, read_ = _with_bases(compose(text), path)
     entries: list[tuple[tuple[str, ...], str, Any]] = []
-    notes: list[str] = []
+    notes = [f"starts from {', '.join(map(str, read_))}, which is read with it"] * bool(read_)
     bases: list[str] = []
     env: dict[str, str | None] = {}
     words: list[str] = []
@@ -463,6 +464,10 @@ def _yaml(text: str, target: Target, name: str) -> Launch:
     trains = any(word.partition("=")[0] in TRAINS for word in words)
     # Another program's class has the rest, or another file: this one describes a model.
     partial = bool(bases) or not trains or (isinstance(root, yaml.MappingNode) and "_target_" in keys)
+    heirs = _heirs(path) if path and not partial else []
+    if heirs:
+        notes.append(f"others start from it, and may say what it leaves out: {', '.join(heirs)}")
+    partial = partial or bool(heirs)
     return Launch(target, tuple(words), "yaml", text, env, notes=tuple(notes), partial=partial)
 
 
@@ -657,6 +662,71 @@ def _files(node: yaml.Node) -> Iterator[str]:
         case yaml.MappingNode(value=list(pairs)):
             for key, inner in pairs[:MOST]:
                 yield f"{key.value}: {inner.value}" if isinstance(inner, yaml.ScalarNode) else str(key.value)
+
+
+def _with_bases(root: yaml.Node | None, path: Path | None, depth: int = 0) -> tuple[yaml.Node | None, list[str]]:
+    """A YAML over the files that it starts from, where they lie beside it, and their names; the others are left to be named."""
+    if path is None or not isinstance(root, yaml.MappingNode) or depth > NESTED:
+        return root, []
+    read_: list[str] = []
+    under: yaml.MappingNode = yaml.MappingNode(root.tag, [])
+    own: list[tuple[yaml.Node, yaml.Node]] = []
+    for key, node in root.value:
+        if key.value in BASES:
+            away = []
+            for file in _files(node):
+                group, _, option = file.rpartition(": ")
+                group, _, package = group.removeprefix("override ").lstrip("/").partition("@")
+                if (base := _beside(path, f"{group}/{option}" if group else option)) is None:
+                    away.append(yaml.ScalarNode("tag:yaml.org,2002:str", file))
+                    continue
+                text = base.read_text(encoding="utf-8")
+                inner, more = _with_bases(compose(text), base, depth + 1)
+                package = "_global_" if "@package _global_" in text else package or group.replace("/", ".")
+                for name in reversed(package.split(".") if package not in ("", "_global_") else []):
+                    inner = yaml.MappingNode(root.tag, [(yaml.ScalarNode("tag:yaml.org,2002:str", name), inner)])
+                under = _over(under, inner) if isinstance(inner, yaml.MappingNode) else under
+                read_ += [base.name, *more]
+            node = yaml.SequenceNode("tag:yaml.org,2002:seq", away)
+            if not away:
+                continue
+        own.append((key, node))
+    return (_over(under, yaml.MappingNode(root.tag, own)) if read_ else root), read_
+
+
+def _over(under: yaml.MappingNode, over: yaml.MappingNode) -> yaml.MappingNode:
+    """One tree laid over another."""
+    pairs = {key.value if isinstance(key, yaml.ScalarNode) else id(key): (key, node) for key, node in under.value}
+    for key, node in over.value:
+        name = key.value if isinstance(key, yaml.ScalarNode) else id(key)
+        below = pairs.get(name, (key, node))[1]
+        both = isinstance(below, yaml.MappingNode) and isinstance(node, yaml.MappingNode) and below is not node
+        pairs[name] = key, _over(below, node) if both else node
+    return yaml.MappingNode(over.tag, [*pairs.values()])
+
+
+def _beside(path: Path, name: str) -> Path | None:
+    """The file that a YAML names as a base, from its own folder or the one above."""
+    for folder in (path.parent, path.parent.parent):
+        for file in (
+            folder / name.lstrip("/"),
+            folder / f"{name.lstrip('/')}.yaml",
+            folder / f"{name.lstrip('/')}.yml",
+        ):
+            if file.suffix in (".yaml", ".yml") and file.is_file() and file.stat().st_size < LONGEST and file != path:
+                return file
+    return None
+
+
+def _heirs(path: Path) -> list[str]:
+    """The YAMLs beside one that name it as what they start from."""
+    files = sorted(file for file in path.parent.glob("*.y*ml") if file != path)[:MOST]
+    named = re.compile(rf"^({'|'.join(BASES)})\s*:[\s\[\"'-]*{re.escape(path.stem)}(\.ya?ml)?[\s\]\"']*$", re.MULTILINE)
+    return [
+        f.name
+        for f in files
+        if f.stat().st_size < LONGEST and named.search(f.read_text(encoding="utf-8", errors="replace"))
+    ]
 
 
 def _null(node: yaml.Node) -> bool:
