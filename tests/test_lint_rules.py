@@ -25,7 +25,8 @@ TABLE = yaml.safe_load((Path(__file__).parent / "lint_rules.yaml").read_text())
 LAID_OUT = TP2 | {"--pipeline-model-parallel-size": "2", "--context-parallel-size": "2"}
 BASES = {
     "h": HYBRID, "e": MOE, "l": MLA | {"--mtp-num-layers": "1"}, "s": DSA, "t": MOE | LAID_OUT, "f": FSDP | TP2,
-    "r": HYBRID | {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": "1"},
+    "r": HYBRID | {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": "1",
+          "--use-distributed-optimizer": True},
 }  # fmt: skip
 VALUES = {"int": ("0", "3"), "float": ("0.0", "0.3"), "str": ("other",), "eval": ("[1,0]",)}
 

@@ -33,6 +33,7 @@ OVERLAP = "feature.distributed_optimizer.overlap_"
 UNLAPPED = {f"{OVERLAP}grad_reduce": False, f"{OVERLAP}param_gather": False}
 STREAMS = {"feature.mhc.streams": 4}
 NGRAMS = {"feature.ngram_hash.enabled": True, "feature.ngram_hash.buckets": 1000}
+STRATEGY = "feature.megatron_fsdp.strategy"
 FSDP = {"feature.megatron_fsdp.enabled": True}
 TP = {"parallel.tensor": 2, "parallel.sequence": True}
 INDEXED = {"data.name": "indexed", "data.path": "/d/x", "data.split": "99,1,0", "data.tokenizer": "/t"}
@@ -719,6 +720,7 @@ REFUSALS = [
     (NATIVE, {"feature.cuda_graphs.modules": ["attn"]}, "feature.cuda_graphs.modules", "`modules` of a feature that is off"),
     (NATIVE, GRAPHS | {"feature.cuda_graphs.modules": []}, "feature.cuda_graphs.modules", "without modules would capture"),
     (NATIVE, GRAPHS | {"feature.cuda_graphs.modules": ["mlp"]}, "feature.cuda_graphs.modules", "no layer has the part `mlp`"),
+    (NATIVE, GRAPHS | {"feature.cuda_graphs.modules": ["attn"], "model.pattern": "EM"}, "feature.cuda_graphs.modules", "part `attn`"),
     (NATIVE, GRAPHS | {"feature.cuda_graphs.modules": ["moe_preprocess"]}, "feature.cuda_graphs.modules", "with `moe_router`"),
     (NATIVE, GRAPHS | {"feature.cuda_graphs.modules": ["mlp"], "feature.mtp.depths": 1}, "feature.cuda_graphs.modules",
      "only in models without MoE"),
@@ -763,6 +765,12 @@ REFUSALS = [
      "`overlap_param_gather` needs `overlap_grad_reduce`"),
     (NATIVE, PLAIN_OPTIMIZER | {"feature.distributed_optimizer.reshardable": True},
      "feature.distributed_optimizer.reshardable", "always reshardable"),
+    (NATIVE, MUON | {"feature.distributed_optimizer.reshardable": True},
+     "feature.distributed_optimizer.reshardable", "the optimizer's state of `muon` fits its own parallel layout alone"),
+    (NATIVE, FSDP | {"feature.distributed_optimizer.reshardable": True},
+     "feature.distributed_optimizer.reshardable", "the optimizer's state of `megatron_fsdp` fits its own"),
+    (NATIVE, FSDP | {OVERLAP + "param_gather": False}, OVERLAP + "param_gather", "on for strategy `optim_grads_params`"),
+    (NATIVE, FSDP | UNLAPPED | {STRATEGY: "optim_grads"}, OVERLAP + "grad_reduce", "switches it on for strategy `optim_grads`"),
     (NATIVE, FSDP | {"precision.fused_grad_accumulation": True}, "precision.fused_grad_accumulation", "does not keep the buffer"),
     (NATIVE, FSDP | {"precision.norm_kernels": "cudnn"}, "precision.norm_kernels", "multiples of 16 bytes"),
     (NATIVE, {"execution.moe.shared_overlap": True, "execution.moe.dispatcher": "allgather"},
@@ -892,6 +900,8 @@ NEIGHBOURS = [
     (DESIGN, ALL_MLA | {"execution.mla.kernels": "megatron", B + "mla.q_lora_rank": None}, "model.substitute", ...),
     (DESIGN, {"model.blocks.mla.qk_rope_head_dim": 32}, "model.blocks.mla.qk_rope_head_dim", 16),
     (NATIVE, {OVERLAP + "param_gather": False, OVERLAP + "grad_reduce": False}, OVERLAP + "param_gather", True),
+    (NATIVE, FSDP | {STRATEGY: "optim", **UNLAPPED}, STRATEGY, "optim_grads"),
+    (NATIVE, FSDP | {STRATEGY: "optim_grads", OVERLAP + "param_gather": False}, STRATEGY, "optim_grads_params"),
     (NATIVE, {"optim.min_lr": 3e-4}, "optim.min_lr", 3.1e-4),
     (NATIVE, {"optim.warmup_steps": 999}, "optim.warmup_steps", 1000),
     (NATIVE, {"model.hidden_size": 3584}, "model.hidden_size", 3588),
@@ -953,6 +963,27 @@ NEIGHBOURS = [
     (NATIVE, STREAMS, "feature.fp8.recipe", "tensorwise"),
     ("nam56r_native_dp_fp8", {"model.hidden_size": 3600}, "model.hidden_size", 3592),
 ]  # fmt: skip
+
+
+def test_no_folder_of_a_recipe_is_an_address():
+    tracked = {f"feature.tracking.{name}": f"s3://{name}" for name in ("tensorboard", "wandb_dir", "mlflow")}
+    tracked |= {
+        "feature.tracking.wandb_project": "p",
+        "feature.tracking.wandb_name": "n",
+        "feature.tracking.mlflow_experiment": "e",
+    }
+    addresses = {"data.path": "s3://x", "data.tokenizer": "s3://t", "data.cache": "s3://c", **tracked}
+    said = {p.key for p in problems_of(NATIVE, INDEXED | addresses) if p.law == "object-storage"}
+    assert said == {key for key, value in addresses.items() if "://" in value} - {"feature.tracking.mlflow"}
+    (problem,) = problems_of(NATIVE, APART | {"data.valid_parts": [{"weight": 1, "path": "gs://v"}]})
+    assert problem.key == "data.valid_parts[0].path"
+
+
+def test_ways_out_of_a_graph_name_parts_that_are_there():
+    for pattern, part in ("EM", "mamba"), ("AEM", "attn"):
+        for changes in GRAPHS | {"feature.cuda_graphs.modules": []}, WHOLE | {"schedule.eval_steps": 1}:
+            (problem,) = problems_of(NATIVE, changes | {"model.pattern": pattern, "model.depth": len(pattern)})
+            assert f"feature.cuda_graphs.modules=[{part}]`" in problem.hint
 
 
 @pytest.mark.parametrize("case", NEIGHBOURS, ids=[f"{c[2]} {c[3]}" for c in NEIGHBOURS])

@@ -47,7 +47,7 @@ class DistributedOptimizer(Feature):
         yield Setting("use_distributed_optimizer", self.enabled, why, "enabled", fields=fields)
 
     def alone(self, site: Site) -> Iterator[str]:
-        if self.reshardable and self.overlap_grad_reduce and site.save and not site.fsdp:
+        if self.reshardable and self.overlap_grad_reduce and site.save:
             yield "Megatron 0.19.2 saves master weights and moments shifted by padding, and a run that goes on trains with others"
 
     @property

@@ -18,6 +18,10 @@ NO_FUSED_SCALE = Setting(
     "a layer's fp32 weights and its bf16 ones are reduced at once, and a scale fused into the sum would be that of the first for all",
     fields=("ddp.gradient_reduce_div_fusion",),
 )
+# Strategy -> what Megatron-FSDP overlaps, whatever it is told.
+OVERLAPS: dict[str, tuple[str, ...]] = {
+    "optim": (), "optim_grads": ("overlap_grad_reduce",), "optim_grads_params": ("overlap_grad_reduce", "overlap_param_gather"),
+}  # fmt: skip
 NO_FSDP2 = Setting("use_torch_fsdp2", False, WHY, fields=("args.use_torch_fsdp2",))
 
 

@@ -190,9 +190,11 @@ def _another(folder: Path, lowering: Lowering, thorough: bool) -> Iterator[Probl
             pass  # a stage's own
         elif d.key in PLACED and (known or (kept and not thorough)):
             pass  # its content is asked, wherever it lies
-        elif d.key in SHARDED_BY and not _reshardable(same.resolved(before)):
+        elif d.key in SHARDED_BY and not _reshardable(was := same.resolved(before)):
             text = f"a checkpoint of `{d.key}` {d.before} cannot be read into {d.after}"
-            hint = "resume in its layout, save with `feature.distributed_optimizer.reshardable=true`, then change it"
+            hint = "resume in its layout"
+            if not _bound(was["feature"]):
+                hint += ", save with `feature.distributed_optimizer.reshardable=true`, then change it"
             yield Problem(text, key=d.key, hint=hint)
         elif d.computes:
             yield Problem(
@@ -242,10 +244,13 @@ def weights_alone(folder: Path) -> bool:
 
 def _reshardable(recipe: Mapping[str, Any]) -> bool:
     """Whether the optimizer's state was written parameter by parameter, and not as the layout had flattened it."""
-    feature = recipe["feature"]
-    if any(cls.bound and name in feature for name, cls in FEATURES.items()):
-        return False
-    return not feature["distributed_optimizer"]["enabled"] or feature["distributed_optimizer"]["reshardable"]
+    feature, state = recipe["feature"], recipe["feature"]["distributed_optimizer"]
+    return not _bound(feature) and (not state["enabled"] or state["reshardable"])
+
+
+def _bound(feature: Mapping[str, Any]) -> bool:
+    """Whether no layout but its own ever reads the optimizer's state."""
+    return any(cls.bound and name in feature for name, cls in FEATURES.items())
 
 
 def _hint(key: str) -> str:

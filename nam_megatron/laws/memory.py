@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 
 from nam_megatron.compile.plan import Plan
-from nam_megatron.features.megatron_fsdp import MegatronFsdp
+from nam_megatron.features.distributed_optimizer import DistributedOptimizer
+from nam_megatron.features.megatron_fsdp import OVERLAPS, MegatronFsdp
+from nam_megatron.features.names import Features
 from nam_megatron.features.recompute import NEEDS, Recompute
 from nam_megatron.laws.law import CONTRADICTION, REFUSES, WRONG, Law, Words
 
@@ -25,6 +27,17 @@ def _parts_of_nothing(recompute: Recompute, plan: Plan) -> Iterator[Words]:
     for module in selective(recompute):
         if (kind := NEEDS.get(module)) and kind not in plan.kinds:
             yield {"module": module, "kind": kind}
+
+
+def _bound(distributed_optimizer: DistributedOptimizer, feature: Features) -> Iterator[Words]:
+    if distributed_optimizer.reshardable:
+        yield from ({"name": f.name} for f in feature.all() if f.bound)
+
+
+def _overlapped_anyway(megatron_fsdp: MegatronFsdp, distributed_optimizer: DistributedOptimizer) -> Iterator[Words]:
+    for name in OVERLAPS[megatron_fsdp.strategy]:
+        if not getattr(distributed_optimizer, name):
+            yield {"key": SHARDED + name}
 
 
 def _lost_gradient(recompute: Recompute, megatron_fsdp: MegatronFsdp, plan: Plan) -> bool:
@@ -52,6 +65,14 @@ LAWS = (
         way="set it to false",
     ),
     Law(
+        id="reshardable-bound",
+        category=CONTRADICTION,
+        key=SHARDED + "reshardable",
+        when=_bound,
+        says="the optimizer's state of `{name}` fits its own parallel layout alone",
+        way="set it to false",
+    ),
+    Law(
         id="overlapped-gather-alone",
         category=REFUSES,
         key=SHARDED + "overlap_grad_reduce",
@@ -69,6 +90,15 @@ LAWS = (
         says="Megatron-FSDP stands on the distributed optimizer",
         way=f"set `{SHARDED}enabled=true`",
         source=ARGUMENTS,
+    ),
+    Law(
+        id="fsdp-overlaps",
+        category=CONTRADICTION,
+        key=SHARDED + "overlap_grad_reduce",
+        when=_overlapped_anyway,
+        says="Megatron-FSDP switches it on for strategy `{megatron_fsdp.strategy}`, and says nothing",
+        way=f"set it to true, or `{FSDP}strategy=optim`",
+        source=MEGATRON_FSDP,
     ),
     Law(
         id="fsdp-pipeline",  # _get_dp_tp_mesh: every rank of the run is one of data and tensor parallelism

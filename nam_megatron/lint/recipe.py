@@ -23,6 +23,7 @@ from nam_megatron.compile.plan import plan
 from nam_megatron.errors import FINDINGS, OK, Problem, Refused
 from nam_megatron.features.fim import Fim
 from nam_megatron.features.fp8 import Fp8
+from nam_megatron.features.megatron_fsdp import OVERLAPS
 from nam_megatron.features.muon import Muon
 from nam_megatron.launcher import called
 from nam_megatron.lint import Report
@@ -607,11 +608,14 @@ def _schedule(a: Args, m: Model) -> Tree:
 
 
 def _features(a: Args, m: Model) -> Tree:
+    muon = a.optimizer in ("muon", "dist_muon")
+    anyway = OVERLAPS.get(str(a.data_parallel_sharding_strategy), ()) if a.use_megatron_fsdp else ()
+    bound = muon or a.use_megatron_fsdp
     found: Tree = {
         "distributed_optimizer": {
-            "enabled": a.use_distributed_optimizer or a.use_megatron_fsdp, "overlap_grad_reduce": a.overlap_grad_reduce,
-            "overlap_param_gather": a.overlap_param_gather,
-            "reshardable": a.dist_ckpt_optim_fully_reshardable and a.use_distributed_optimizer,
+            "enabled": a.use_distributed_optimizer or a.use_megatron_fsdp,
+            **{name: getattr(a, name) or name in anyway for name in ("overlap_grad_reduce", "overlap_param_gather")},
+            "reshardable": a.dist_ckpt_optim_fully_reshardable and a.use_distributed_optimizer and not bound,
         },
     }  # fmt: skip
     if m.yarn:
@@ -639,7 +643,7 @@ def _features(a: Args, m: Model) -> Tree:
         found["megatron_fsdp"] = {"enabled": True, "strategy": a.data_parallel_sharding_strategy}
     if a.fp8:
         found["fp8"] = Fp8.of_arguments(a) | {"recipe": a.fp8_recipe}
-    if a.optimizer in ("muon", "dist_muon"):
+    if muon:
         found["muon"] = {"enabled": True} | Muon.of_arguments(a)
     if a.fim_data:
         rows = {name: Fim.row(name).argument for name in Fim.model_fields}

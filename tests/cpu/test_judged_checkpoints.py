@@ -298,7 +298,7 @@ OPTIMIZERS = {
         "feature.distributed_optimizer.enabled=false",
         "feature.distributed_optimizer.overlap_param_gather=false",
     ),
-    "muon": ("optim=muon", "feature.distributed_optimizer.reshardable=true"),
+    "muon": ("optim=muon",),
 }
 
 
@@ -324,6 +324,8 @@ def test_a_layout_that_flattened_the_optimizer_is_kept(tmp_path):
     for name, words in OPTIMIZERS.items():
         checkpoint.sign(lowered(*save, *words))
         assert refused(tmp_path, *save, *words, *LAYOUTS["parallel.tensor"]) == ["parallel.tensor"] * (name == "muon")
+    (bound,) = resume.another(tmp_path, lowered(*save, *words, *LAYOUTS["parallel.tensor"]))
+    assert bound.hint == "resume in its layout"
 
 
 def test_two_runs_do_not_save_into_one_folder(tmp_path):
