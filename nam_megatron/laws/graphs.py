@@ -28,11 +28,22 @@ def parts(graphs: CudaGraphs) -> tuple[str, ...]:
     return () if graphs.whole else graphs.modules
 
 
+def _there(plan: Plan) -> set[str]:
+    """The parts that its layers have."""
+    return {part for block in plan.blocks for part in block.graph_parts}
+
+
+def _alone(plan: Plan) -> str | None:
+    """A part that is captured by itself."""
+    return next((part for part in ("attn", "mamba") if part in _there(plan)), None)
+
+
 def _parts_of_nothing(cuda_graphs: CudaGraphs, plan: Plan) -> Iterator[Words]:
+    there = _there(plan)
+    left = ",".join(module for module in cuda_graphs.modules if module in there)
     for module in parts(cuda_graphs):
-        if module != "attn" and not any(module in block.graph_parts for block in plan.blocks):
-            there = ",".join(m for m in cuda_graphs.modules if any(m in block.graph_parts for block in plan.blocks))
-            yield {"module": module, "way": f"set `{MODULES}=[{there or 'attn'}]`"}
+        if module not in there:
+            yield {"module": module, "way": f"set `{MODULES}=[{left}]`" if left else f"set `{AT}impl=none`"}
 
 
 def _recomputed(recompute: Recompute, module: str, captured: str, cuda_graphs: CudaGraphs) -> bool:
@@ -50,10 +61,10 @@ def instead(plan: Plan) -> str:
         or r.precision.attention_kernels != "transformer_engine"
         or (fp8 and (fp8.bf16_parts or fp8.keep_inputs))
     )
-    if no_better:
-        return f"`{at}=none`"
     graphs = r.feature.cuda_graphs
-    named = "" if graphs and graphs.modules else f" with `{MODULES}=[attn]`"
+    named = "" if graphs and graphs.modules else f" with `{MODULES}=[{_alone(plan)}]`"
+    if no_better or (named and not _alone(plan)):
+        return f"`{at}=none`"
     return f"`{at}=transformer_engine`{named}"
 
 
@@ -171,9 +182,11 @@ LAWS = (
         id="graphs-without-modules",
         category=WRONG,
         key=MODULES,
-        when=lambda cuda_graphs: not cuda_graphs.whole and not cuda_graphs.modules,
+        when=lambda cuda_graphs, plan: not cuda_graphs.whole
+        and not cuda_graphs.modules
+        and {"way": f"name them: `{MODULES}=[{part}]`, say" if (part := _alone(plan)) else f"set `{AT}impl=none`"},
         says="CUDA graphs without modules would capture whole layers, dropless MoE included",
-        way=f"name them: `{MODULES}=[attn]`, or `+overlay=graphs`",
+        way=f"name them: `{MODULES}=[attn]`, say",
         source=CAPTURE,
     ),
     Law(
