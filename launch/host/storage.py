@@ -34,7 +34,7 @@ class Mount:
 
 @dataclass(frozen=True)
 class Place:
-    """A folder that a run uses. name: what for; kind: durable, scratch, receipts, cache, or beside: on a volume that lasts."""
+    """A folder that a run uses. name: what for; kind: durable, scratch, receipts, cache, told, or beside: on a volume that lasts."""
 
     name: str
     kind: str
@@ -73,12 +73,15 @@ def places(recipe: Recipe, checkout: Path, environ: Mapping[str, str]) -> list[P
     kept = {"save": schedule.save, "load": schedule.load, "pretrained": schedule.pretrained, "data": recipe.data.path}
     kept |= {f"data {number}": part.path for number, part in enumerate(recipe.data.mixed, 1)}
     beside = {"tokenizer": recipe.data.tokenizer, "order of samples": recipe.data.cache}
+    t = recipe.feature.tracking
+    told = {"TensorBoard": t.tensorboard, "Weights & Biases": t.wandb_dir, "MLflow": t.mlflow} if t else {}
     found = [
         Place("durable", "durable", Path(storage.durable)),
         Place("scratch", "scratch", Path(storage.scratch)),
         Place("receipts and logs", "receipts", Path(storage.receipts)),
         *(Place(name, "durable", Path(path)) for name, path in kept.items() if path),
         *(Place(name, "beside", Path(path)) for name, path in beside.items() if path),
+        *(Place(name, "told", Path(path)) for name, path in told.items() if path and "://" not in path),
         *(Place(name, "cache", Path(environ[name])) for name in CACHES if environ.get(name)),
     ]
     return [Place(p.name, p.kind, Path(os.path.realpath(checkout / p.path.expanduser()))) for p in found]
@@ -98,7 +101,7 @@ def root_volume(used: Sequence[Place], mounted: Sequence[Mount]) -> Iterator[Fin
         return
     on = [p.name for p in used if (m := volume(p.path, mounted)) and one_volume(m, root)]
     if on:
-        hint = "other paths: `cluster.storage`, `schedule.save`, `data`; waive it on hosts with one disk"
+        hint = "other paths: `cluster.storage`, `schedule`, `data`, `feature.tracking`; waive it on hosts with one disk"
         yield Finding("root-volume", "fail", f"on the root volume: {', '.join(on)}", hint)
     else:
         yield Finding("root-volume", "ok", "nothing of the run lies on the root volume")

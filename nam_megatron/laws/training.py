@@ -1,7 +1,7 @@
 """Laws on how and on what is trained: optimizer, schedule, data, tracking."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from os.path import normpath
 
 from nam_megatron.features.names import Features
@@ -40,13 +40,22 @@ def _uneven_batch(schedule: Schedule, recipe: Recipe) -> Words | None:
 
 def _remote(recipe: Recipe) -> Iterator[Words]:
     """Keys of places that are no folders of this host."""
-    storage, schedule, data = recipe.cluster.storage, recipe.schedule, recipe.data
-    said = {f"cluster.storage.{kind}": path for kind, path in storage.model_dump().items()}
-    said |= {f"schedule.{name}": getattr(schedule, name) for name in ("save", "load", "pretrained")}
-    said |= {"data.path": data.path}
-    for name in BLENDS:
-        said |= {f"data.{name}[{i}].path": part.path for i, part in enumerate(getattr(data, name) or ())}
-    yield from ({"key": key, "path": path} for key, path in said.items() if path and "://" in path)
+    sections = recipe.cluster.storage, recipe.schedule, recipe.data, recipe.feature.tracking
+    for at, section in zip(("cluster.storage", "schedule", "data", "feature.tracking"), sections, strict=True):
+        for key, text in _texts(section.model_dump() if section else None, at):
+            if "://" in text and key != f"{TRACKED}mlflow":  # its client takes addresses
+                yield {"key": key, "path": text}
+
+
+def _texts(node: object, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(node, str):
+        yield key, node
+    elif isinstance(node, Mapping):
+        for name, inner in node.items():
+            yield from _texts(inner, f"{key}.{name}")
+    elif isinstance(node, (list, tuple)):
+        for i, inner in enumerate(node):
+            yield from _texts(inner, f"{key}[{i}]")
 
 
 def _twice(data: Data) -> Iterator[Words]:

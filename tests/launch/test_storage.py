@@ -113,6 +113,13 @@ def test_weights_and_a_tokenizer_on_the_root_volume_are_named(tmp_path):
     looked = used(recipe(*words, "schedule.pretrained=/opt/weights"))
     (said,) = failures(storage.root_volume(looked, storage.mounts(CLUSTER)), "root-volume")
     assert said == "on the root volume: pretrained, tokenizer, order of samples"
+    tracked = (
+        "feature.tracking.tensorboard=/var/events",
+        "feature.tracking.mlflow=/opt/mlruns",
+        "feature.tracking.mlflow_experiment=e",
+    )
+    (said,) = failures(storage.root_volume(used(recipe(*tracked)), storage.mounts(CLUSTER)), "root-volume")
+    assert said == "on the root volume: TensorBoard, MLflow"
     (said,) = classes(tmp_path, *folders(tmp_path), f"schedule.pretrained={tmp_path}/weights")
     assert said.startswith("pretrained: ") and "outside the durable folder" in said
 
