@@ -376,9 +376,10 @@ def test_sbatch_repeats_the_words_that_matter(tmp_path):
 
 @pytest.mark.parametrize("restarts", ["0", "1"])
 @pytest.mark.parametrize("saved", [False, True])
-def test_a_requeued_job_goes_on_from_its_own_checkpoint_alone(tmp_path, restarts, saved):
+@pytest.mark.parametrize("sign", ["", "++"])
+def test_a_requeued_job_goes_on_from_its_own_checkpoint_alone(tmp_path, restarts, saved, sign):
     """The script itself: by Slurm's second start it has something newer than what it was told to begin with, or begins again."""
-    own, first = tmp_path / "own", "schedule.load=/begins/here"
+    own, first = tmp_path / "own", f"{sign}schedule.load=/begins/here"
     changes = "schedule.changes=[schedule.train_steps]"
     text = slurm.sbatch(
         context(f"schedule.save={own}", "schedule.save_interval=2", changes).lowering,
@@ -398,9 +399,18 @@ def test_a_requeued_job_goes_on_from_its_own_checkpoint_alone(tmp_path, restarts
     assert sorted(words) == sorted(["conf=c", *asked, "schedule.train_steps=7"])
 
 
+def test_a_job_that_could_not_be_requeued_is_refused():
+    """A key that is said twice is: the second time it would say its own."""
+    lowering = context("schedule.save=/c", "schedule.save_interval=2").lowering
+    for said, name in ("schedule={train_steps: 7, load: /a}", "load"), ("++schedule={changes: []}", "changes"):
+        with pytest.raises(Refused, match=f"would say another `{name}`"):
+            slurm.sbatch(lowering, [said])
+    assert "schedule={train_steps: 7}" in slurm.sbatch(lowering, ["schedule={train_steps: 7}"])
+
+
 def test_what_is_translated_are_the_words_of_the_recipe_alone():
     recipe = ["conf=c", "optim.lr=1e-3", "cluster.nodes=2"]
-    ours = [f"{key}=x" for key in app.KEYS] + ["cluster.waivers.git=why", "cluster.waivers={git: why}"]
+    ours = [f"{key}=x" for key in app.KEYS] + ["+cluster.waivers.git=why", "cluster.waivers={git: why}"]
     assert shlex.split(slurm.for_translate([*ours, *recipe])) == recipe
     assert shlex.split(slurm.for_launch(ours)) == [w for w in ours if w.partition("=")[0] not in slurm.SCREEN]
 
