@@ -152,7 +152,7 @@ def main() -> int:
     options = parser.parse_intermixed_args()  # names may stand behind --json
     if unknown := set(options.names) - CASES.keys():
         parser.error(f"no model {', '.join(sorted(unknown))}")
-    made: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__, "models": []}
+    made: dict[str, Any] = {"torch": torch.__version__, "models": []}
     if torch.cuda.is_available():
         made["gpu"] = torch.cuda.get_device_name()
 
@@ -160,7 +160,7 @@ def main() -> int:
         options.json.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
 
     for name in options.names or CASES:
-        entry: dict[str, Any] = {"name": name}
+        entry: dict[str, Any] = {"name": name, "transformers": transformers.__version__}
         made["models"].append(entry)
         try:
             continued(entry, keep, options.folder / name, options.device)

@@ -21,15 +21,13 @@ def pytest_collection_finish(session):
 
 
 def pytest_runtest_logreport(report):
-    if report.when == "call" and report.passed:
+    """Written test by test: a host that is taken away, or a limit of time, leaves what passed until then."""
+    if report.when == "call" and report.passed and torch.cuda.is_available():
         passed.add(report.nodeid.removeprefix("tests/gpu/"))
-
-
-def pytest_sessionfinish():
-    if torch.cuda.is_available() and (done := passed.intersection(chosen)):
-        path = Path(os.environ.get("NAM_GPU_PASSES", passes.RECORD))
-        run = passes.run_of(done, torch.cuda.get_device_name(), torch.cuda.device_count())
-        passes.write(passes.newest([run, *passes.read(path)]), path)
+        if done := passed.intersection(chosen):
+            path = Path(os.environ.get("NAM_GPU_PASSES", passes.RECORD))
+            run = passes.run_of(done, torch.cuda.get_device_name(), torch.cuda.device_count())
+            passes.write(passes.newest([run, *passes.read(path)]), path)
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -59,4 +59,4 @@ def test_every_adapter_has_learned(kinds, tmp_path):
     dcp.load(tensors, checkpoint_id=step, no_dist=True)
     assert not [name for name, tensor in tensors.items() if not tensor.abs().max() > 0]
     modules = {name.partition(".adapter.")[0].rpartition(".")[2] for name in names}
-    assert modules == set(recipe.feature.lora.modules(lowering.plan))
+    assert modules == set(recipe.feature.lora.modules(lowering.plan.site))
