@@ -542,3 +542,17 @@ def main(args):
     found = lint(text, "t.py")
     said = "--global-batch-size ? (2 if args.small, else ? (4 if args.few, else 8))"
     assert said in describe.told(found)["said"]
+
+
+def test_a_condition_of_python_on_which_no_flag_hangs_is_not_read_for():
+    """Of a program of two thousand lines each of its conditions was, for minutes."""
+    other = "\n".join(f"    if args.x{i}:\n        y = {i}" for i in range(99))
+    text = f"""import subprocess
+def main(args):
+    cmd = ["torchrun", "pretrain_gpt.py", *"{WHOLE}".split()]
+{other}
+    if args.small:
+        cmd += ["--global-batch-size", "2"]
+    subprocess.run(cmd)
+"""
+    assert [[arm.label for arm in fork] for fork in lint(text, "t.py").launch.forks] == [["args.small", "else"]]

@@ -6,7 +6,7 @@ traps, describe.py the words, recipe.py a recipe of ours.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from nam_megatron.errors import FINDINGS, OK, Problem, Refused
@@ -18,7 +18,10 @@ from nam_megatron.lint.rules.parser import left_open, own
 from nam_megatron.lint.values import Args
 from nam_megatron.targets import Target, current
 
-MOST = 48  # readings of one text
+MOST, LONG = (
+    48,
+    2_000,
+)  # readings of one text; of Python fewer, by its characters, for each takes a second of a long one
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,8 @@ def lint(
                 f"`gpus={gpus}`, and `{name}` says {launch.gpus}", key="gpus", hint="leave it out, or change the text"
             )
         )
-    readings = Readings(text, name, gpus, tuple(ignore), target or current())
+    most = MOST // (1 + len(launch.text) // LONG) if launch.kind in ("script", "python") else MOST
+    readings = Readings(text, name, gpus, tuple(ignore), target or current(), most)
     return readings.report(launch if gpus is None else launch.on(gpus))
 
 
@@ -81,7 +85,7 @@ class Readings:
     gpus: int | None
     ignored: tuple[str, ...]
     target: Target
-    left: int = field(default=MOST, init=False)
+    left: int
 
     def report(
         self, launch: Launch, decided: frozenset[tuple[str, bool]] = frozenset(), passed: frozenset[str] = frozenset()

@@ -208,6 +208,10 @@ class Walk:
     def removed(self, node: ast.Delete) -> None:
         """Something is taken away."""
 
+    def said(self) -> int:
+        """How much is told of what hangs on a condition."""
+        raise NotImplementedError
+
     def body(self, nodes: Sequence[ast.stmt], on: str | None) -> bool:
         """Whether it is over for sure behind these."""
         for node in nodes:
@@ -219,12 +223,13 @@ class Walk:
                         if self.body(then if truth else otherwise, on):
                             return True
                         continue
-                    if not ends(then) and not ends(otherwise):
-                        self.forked(test, on)
                     self.expression(test, on)
+                    said = self.said()
                     holds, fails = _and(on, _brief(test)), _and(on, f"not ({_brief(test)})")
                     self.apart(then, holds)
                     self.apart(otherwise, fails)
+                    if self.said() > said and not ends(then) and not ends(otherwise):
+                        self.forked(test, on)
                     on = fails if returns(then) else holds if returns(otherwise) else on
                 case ast.For() if self.loop(node, on):
                     pass
@@ -381,6 +386,9 @@ class Recipe(Walk):
     bases: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     roots: dict[tuple[str, str], str | None] = field(default_factory=dict)
+
+    def said(self) -> int:
+        return len(self.fields)
 
     def assign(self, target: ast.expr, value: ast.expr, on: str | None) -> None:
         held = self.given(target, value, on)
@@ -849,6 +857,9 @@ class Strings(Walk):
         """Whether the word before is a flag of Megatron's that wants a value."""
         flag = self.target.by_name(before[-1]) if before else None
         return flag is not None and flag.action == "store"
+
+    def said(self) -> int:
+        return len(self.left)
 
     def loop(self, node: ast.For, on: str | None) -> bool:
         if table := self.flags_of(node.target, node.iter, node.body):
