@@ -144,6 +144,10 @@ def objections(context: "Context") -> Iterator[Problem]:
     if context.cluster.nodes > 1 and context.words["rdma"] is None:
         hint = "`rdma=rdma/NAME`, as `kubectl describe node` lists it; `rdma=none`: they talk over Ethernet"
         yield Problem("which RDMA resource joins the nodes?", key="rdma", hint=hint)
+    said = {word.partition("=")[0].lstrip("+") for word in context.overrides} if context.cluster.nodes > 1 else set()
+    for key in sorted(said & {"hang", "host", "port", "sign"}):
+        message = f"several pods are started without `launch run`, and `{key}` would do nothing"
+        yield Problem(message, key=key, hint="leave it out")
     for kind, path in context.cluster.storage.model_dump().items():
         if not path.startswith("/"):
             hint = f"name where the claim `{kind}` is mounted: `cluster.storage.{kind}=/{kind}`"

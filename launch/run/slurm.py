@@ -94,10 +94,10 @@ fi
 set -euo pipefail
 {locked}cd "${{SLURM_SUBMIT_DIR:?}}"
 {chosen}
-# One line a host; a single FAIL ends the job here, and so do hosts with other packages, start-up code or drivers.
+# One line a host; a single FAIL ends the job here, and so do hosts with another plan, other code, packages or drivers.
 srun --label {PROGRAM} check format=line {recipe} | tee "hosts-$SLURM_JOB_ID.txt"
 if [ "$(grep -o 'software=[0-9a-f]*' "hosts-$SLURM_JOB_ID.txt" | sort -u | wc -l)" -ne 1 ]; then
-  echo "error: the hosts differ in packages, code at Python's start, drivers or VBIOS: hosts-$SLURM_JOB_ID.txt" >&2
+  echo "error: the hosts differ in the plan, our code, packages, code at Python's start, drivers or VBIOS: hosts-$SLURM_JOB_ID.txt" >&2
   exit 1
 fi
 

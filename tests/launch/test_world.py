@@ -6,6 +6,7 @@ import re
 import shlex
 import stat
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -426,7 +427,7 @@ def test_hosts_with_other_packages_end_a_job_before_it_starts(tmp_path, second, 
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
     done = subprocess.run(["bash", "-c", text], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == code and ("started" in done.stdout) == (code == 0), done.stderr
-    assert ("the hosts differ in packages, code at Python's start" in done.stderr) == (code == 1)
+    assert ("the hosts differ in the plan, our code, packages, code at Python's start" in done.stderr) == (code == 1)
 
 
 def test_slurm_names_its_hosts(tmp_path, monkeypatch):
@@ -515,6 +516,22 @@ def test_several_pods_without_a_word_on_rdma_are_refused():
             context("cluster=h200_2x8", "cluster.storage.receipts=/r", preset="nam56r_native_dp", image="i")
         )
     assert [p.key for p in refused.value.problems] == ["rdma"]
+
+
+def test_what_several_pods_would_not_do_is_refused():
+    """One pod has `launch run`, which does it."""
+    said = {"hang": "hang=60", "host": "host=a", "port": "+port=29600", "sign": "sign=/k"}
+    words = dict(preset="nam56r_native_dp", image="i", rdma="none")
+    one, several = (
+        replace(made, overrides=(*made.overrides, *said.values()))
+        for cluster in ("h200_8", "h200_2x8")
+        for made in [context(f"cluster={cluster}", "cluster.storage.receipts=/r", **words)]
+    )
+    for form in (kubernetes.pytorch_job, kubernetes.train_job):
+        with pytest.raises(Refused) as refused:
+            form(several)
+        assert [p.key for p in refused.value.problems] == list(said)
+        assert all(word in form(one) for word in said.values())
 
 
 def test_a_pytorch_job_without_an_image_or_with_a_path_of_ours():
