@@ -79,6 +79,7 @@ def test_what_torchs_compilers_read_is_recorded():
     assert {"TORCHDYNAMO_CAPTURE_SCALAR_OUTPUTS", "TORCHINDUCTOR_USE_FAST_MATH", "INDUCTOR_POST_FUSION_SVG"} <= names
     reports = "LOG_|DUMP_|MAST_|ROLE_RANK|CXX|PT2_COMPILE_ID|AOTINDUCTOR_RE|AOTINDUCTOR_RAISE|UNSAFE_SKIP_FSDP"
     assert not {n for n in names if not RECORDED.search(n) and not re.match(reports, n)}
+    assert RECORDED.search("FLA_TRIL_PRECISION")  # of flash-linear-attention: the GEMMs of a delta net in TF32
 
 
 @given(
