@@ -34,7 +34,7 @@ from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.mends import Trainer, install
 from nam_megatron.nemo import adapters, converter, finetune, guards, overrides
 from nam_megatron.recipe import Recipe, from_tree, to_tree
-from nam_megatron.runtime import bridge, checkpoint, cross_entropy, word_embedding
+from nam_megatron.runtime import bridge, checkpoint, cross_entropy, hosts, word_embedding
 from nam_megatron.runtime.bridge import Arguments
 
 # Bridge makes objects of YAML only where the name of their class begins with a registered prefix.
@@ -96,7 +96,7 @@ class NamProvider(HybridModelProvider):
         if kwargs.get("wrap_with_ddp", True):  # else it is not for training
             guarded(models, self.lowering)
             install.wrapped(models, self.lowering.plan)
-            checkpoint.one_for_all(models, self.lowering.plan.recipe)
+            hosts.one_for_all(models, self.lowering.plan.recipe)
         return models
 
 

@@ -19,7 +19,7 @@ from nam_megatron import tracker
 from nam_megatron.compile.argv import plan_json
 from nam_megatron.compile.lower import Lowering
 from nam_megatron.data import identity
-from nam_megatron.errors import Problem, Refused, raise_if
+from nam_megatron.errors import Problem, Refused
 from nam_megatron.judge import resume, same
 from nam_megatron.judge.resume import DATA, ORIGIN, PLAN, SIGNED, of_others, weights_alone
 from nam_megatron.recipe import Recipe
@@ -262,22 +262,3 @@ def origin(recipe: Recipe, folder: Path) -> dict[str, str]:
     else:
         weights = JUDGED.get(began, ("", None))[1] if began else "random"
     return {ORIGIN: json.dumps({"files": {"weights": {"sha256": weights}}})} if weights else {}
-
-
-def one_for_all(models: list[Any], recipe: Recipe) -> list[Any]:
-    """In the form of Megatron's hooks. Raises Refused on all ranks: what stands under one name differs from host to host."""
-    if recipe.cluster.nodes > 1:
-        named = {f"schedule.{key}": getattr(recipe.schedule, key) for key in ("load", "pretrained")}
-        mine: dict[str, Any] = {key: JUDGED.get(Path(name)) for key, name in named.items() if name}
-        if reads():
-            data = SAID[recipe.data] if recipe.data in SAID else identity.tree(recipe.data)
-            mine[recipe.data.key] = identity.hashes(data)
-        every: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(every, mine)
-        hint = "a folder that all hosts share, or the same files on each"
-        raise_if(
-            Problem("what stands there is not the same on every host of this job", key=key, hint=hint)
-            for key, first in every[0].items()
-            if any(one.get(key, first) != first for one in every)
-        )
-    return models

@@ -42,7 +42,7 @@ from nam_megatron.compile.plan import Plan
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.events import RECORD, early
 from nam_megatron.mends import Trainer, install, whole_step
-from nam_megatron.runtime import checkpoint, cross_entropy, record, word_embedding
+from nam_megatron.runtime import checkpoint, cross_entropy, hosts, record, word_embedding
 from nam_megatron.runtime.gauges import GAUGES
 from nam_megatron.runtime.heartbeat import HEART
 from nam_megatron.runtime.nonfinite import Watch
@@ -121,7 +121,7 @@ def run(
     try:
         config = settings(args, stack)
         config.model.post_wrap_hooks.append(partial(install.wrapped, plan=plan))
-        config.model.post_wrap_hooks.append(partial(checkpoint.one_for_all, recipe=plan.recipe))
+        config.model.post_wrap_hooks.append(partial(hosts.one_for_all, recipe=plan.recipe))
         if plan.recipe.precision.cross_entropy == "fused":
             config.model.pre_wrap_hooks.append(cross_entropy.provide)
         if args.gradient_accumulation_fusion:

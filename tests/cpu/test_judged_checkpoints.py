@@ -23,7 +23,7 @@ from nam_megatron.hf import export, opened
 from nam_megatron.judge import resume
 from nam_megatron.mends import checksums as mend
 from nam_megatron.recipe import load
-from nam_megatron.runtime import checkpoint, checksums, heartbeat
+from nam_megatron.runtime import checkpoint, checksums, heartbeat, hosts
 
 TRACKER, STEP = "latest_checkpointed_iteration.txt", "iter_0000012"
 
@@ -588,46 +588,80 @@ def test_a_step_of_a_run_that_began_with_other_weights_is_told(step):
     assert list(resume.foreign(step)) == ["is of another run, which began with other weights: `weights`"]
 
 
-@pytest.mark.parametrize("other", [None, "schedule.load", "data.path"])
-def test_hosts_that_have_another_checkpoint_or_other_data_train_nothing(step, monkeypatch, other):
-    """Rank 2 is the first of another host; rank 1 has looked at no data."""
+SAME = {"our code": "a", "Megatron's code": "b", "`torch`": "2.11.0", "NVTE_FUSED_ATTN": "0"}
+
+
+@pytest.mark.parametrize(
+    ("disk", "ran", "told"),
+    [
+        ({}, {}, []),
+        ({"schedule.load": "another"}, {}, ["schedule.load"]),
+        ({"data.path": "another"}, {}, ["data.path"]),
+        ({}, {"our code": "c"}, ["our code is not the same"]),
+        ({}, {"`torch`": "2.10.0", "`wandb`": "1"}, ["`torch` is not the same"]),  # one rank alone writes to a tracker
+        ({}, {"NVTE_FUSED_ATTN": None}, ["NVTE_FUSED_ATTN is not the same"]),
+        ({}, {"FLA_TRIL_PRECISION": "tf32"}, ["FLA_TRIL_PRECISION is not the same"]),
+    ],
+)
+def test_hosts_that_differ_train_nothing(step, monkeypatch, disk, ran, told):
+    """Rank 2 is the first of another host; rank 1 has looked at nothing for its host."""
     data = ("data=built", f"data.path={built(step.parents[1] / 'd', '1')}")
     recipe = lowered(f"schedule.load={step.parent}", *data).plan.recipe
     monkeypatch.setitem(checkpoint.JUDGED, step.parent, (step.name, "a" * 64))
     monkeypatch.delenv("LOCAL_RANK", raising=False)  # nobody says which rank reads: each does
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(hosts, "runs", lambda: SAME)
 
-    def gather(every: list, mine: dict) -> None:
-        assert mine["schedule.load"] == (step.name, "a" * 64) and mine["data.path"]["train.bin"] == "1"
-        every[:] = mine, {"schedule.load": mine["schedule.load"]}, mine | ({other: "another"} if other else {})
+    def gather(every: list, mine: tuple) -> None:
+        assert mine[0]["schedule.load"] == (step.name, "a" * 64) and mine[0]["data.path"]["train.bin"] == "1"
+        theirs = {name: value for name, value in (SAME | ran).items() if value}
+        every[:] = mine, ({"schedule.load": mine[0]["schedule.load"]}, None), (mine[0] | disk, theirs)
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-    assert checkpoint.one_for_all([], recipe) == []  # of one host
+    assert hosts.one_for_all([], recipe) == []  # of one host
     several = recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update={"nodes": 2})})
-    if other is None:
-        assert checkpoint.one_for_all([], several) == []
+    if not told:
+        assert hosts.one_for_all([], several) == []
         return
     with pytest.raises(Refused, match="not the same on every host") as refused:
-        checkpoint.one_for_all([], several)
-    assert [problem.key for problem in refused.value.problems] == [other]
+        hosts.one_for_all([], several)
+    assert [p.key or p.message.partition(" on every")[0] for p in refused.value.problems] == told
+
+
+def test_what_a_host_runs_is_told_by_its_files_and_variables(monkeypatch):
+    import megatron.core  # noqa: F401  as every trainer has
+
+    monkeypatch.setenv("CUBLASLT_LOG_LEVEL", "0")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/this/host")
+    said = hosts.runs()
+    assert (
+        torch.__version__.startswith(said["`torch`"])
+        and said["CUBLASLT_LOG_LEVEL"] == "0"
+        and "TRITON_CACHE_DIR" not in said
+    )
+    assert {len(said[name]) for name in ("our code", "Megatron's code")} == {40}
+
+
+def test_a_gpu_of_another_architecture_than_the_plans_is_refused(monkeypatch):
+    for found, recipe, refused in (
+        ((9, 0), lowered().plan.recipe, False),
+        ((10, 0), lowered().plan.recipe, True),
+        ((8, 0), lowered("cluster=cpu").plan.recipe, False),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=found: found)
+        assert [p.key for p in hosts.another_chip(recipe)] == ["device.capability"] * refused
 
 
 def test_what_was_signed_of_the_data_is_not_read_again(step, monkeypatch):
     data = ("data=built", f"data.path={built(step.parents[1] / 'd', '1')}")
     lowering = lowered(f"schedule.save={step.parents[1]}/new", "schedule.save_interval=2", *data)
-    recipe = lowering.plan.recipe
-    several = recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update={"nodes": 2})})
-    sent, read, tree = [], [], identity.tree
+    read, tree = [], identity.tree
     monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 0)
-    monkeypatch.setattr(
-        torch.distributed, "all_gather_object", lambda every, mine: every.append(sent.append(mine) or mine)
-    )
     monkeypatch.setattr(identity, "tree", lambda data: read.append(data) or tree(data))
     checkpoint.sign(lowering)
     for reads in (1, 2):
-        checkpoint.one_for_all([], several)
-        assert len(read) == reads and sent[-1]["data.path"]["train.bin"] == "1"
+        assert hosts.on_disk(lowering.plan.recipe)["data.path"]["train.bin"] == "1" and len(read) == reads
         checkpoint.SAID.clear()  # as on another host
 
 

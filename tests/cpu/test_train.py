@@ -40,7 +40,7 @@ from nam_megatron.errors import REFUSED, Problem, Refused
 from nam_megatron.mends import SAID, Trainer, experts_apart, install, sinks
 from nam_megatron.mends.series import needed
 from nam_megatron.recipe import load
-from nam_megatron.runtime import checkpoint, checksums, cross_entropy, padding, pretrain, rate, word_embedding
+from nam_megatron.runtime import checksums, cross_entropy, hosts, padding, pretrain, rate, word_embedding
 from nam_megatron.runtime.stack import hybrid_stack_spec
 
 SMALL = ("model.seq_length=32", "model.pattern=AEMEAE", "model.depth=6", "model.hidden_size=64", "model.vocab_size=256")
@@ -618,7 +618,7 @@ def test_everything_is_provided_before_megatron_starts_and_ended_after(monkeypat
     assert called.index(("settings", args, "stack")) < len(called) - 4
     assert config.model.pre_wrap_hooks == [cross_entropy.provide, word_embedding.provide] * fused
     hooks = [(hook.func, hook.keywords) for hook in config.model.post_wrap_hooks]
-    assert hooks == [(install.wrapped, {"plan": plan}), (checkpoint.one_for_all, {"recipe": plan.recipe})]
+    assert hooks == [(install.wrapped, {"plan": plan}), (hosts.one_for_all, {"recipe": plan.recipe})]
 
 
 @pytest.mark.parametrize("there", [True, False])

@@ -1,0 +1,79 @@
+"""Whether the hosts of a job are alike: what lies on their disks, what they run, and whether it is the chip of the plan (torch side)."""
+
+import importlib.metadata
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nam_megatron.data import identity
+from nam_megatron.errors import Problem, raise_if
+from nam_megatron.events import source
+from nam_megatron.recipe import Recipe
+from nam_megatron.runtime import checkpoint
+from nam_megatron.words.tree import tree_hash
+
+UNLIKE = "is not the same on every host of this job"
+# Variables by which libraries choose what they compute, but for where they keep something.
+CHOOSING = re.compile(
+    r"(?:NVTE|CUBLAS|CUBLASLT|CUDNN|PYTORCH|TORCHDYNAMO|TORCHINDUCTOR|TRITON|FLA|FLASH|MAMBA|QUACK|TILELANG)_"
+    r"(?!\w*(?:DIR|PATH|FILE|HOME)$)"
+)
+
+
+def one_for_all(models: list[Any], recipe: Recipe) -> list[Any]:
+    """In the form of Megatron's hooks. Raises Refused: this is another chip than the plan's, or, on all ranks, hosts differ."""
+    raise_if(another_chip(recipe))
+    if recipe.cluster.nodes > 1:
+        every: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(every, (on_disk(recipe), runs() if checkpoint.reads() else None))
+        raise_if(differences(every))
+    return models
+
+
+def another_chip(recipe: Recipe) -> Iterator[Problem]:
+    """Kernels, and what Megatron demands, were chosen by what the plan says of the device."""
+    wanted = recipe.device
+    if recipe.cluster.processor == "gpu" and (found := torch.cuda.get_device_capability()) != wanted.capability:
+        here, there = (".".join(map(str, one)) for one in (found, wanted.capability))
+        message = f"this GPU is of compute capability {here}, and the plan's `{wanted.name}` of {there}"
+        yield Problem(message, key="device.capability", hint="take a `cluster` of these GPUs, or another host")
+
+
+def on_disk(recipe: Recipe) -> dict[str, Any]:
+    """By its key, what this rank has found where a recipe loads, and, if it reads for its host, what the data is."""
+    named = {f"schedule.{key}": getattr(recipe.schedule, key) for key in ("load", "pretrained")}
+    mine: dict[str, Any] = {key: checkpoint.JUDGED.get(Path(name)) for key, name in named.items() if name}
+    if checkpoint.reads():
+        said = checkpoint.SAID
+        data = said[recipe.data] if recipe.data in said else identity.tree(recipe.data)
+        mine[recipe.data.key] = identity.hashes(data)
+    return mine
+
+
+def runs() -> dict[str, str]:
+    """The code that lies here, the versions of all packages that this process has loaded, and the variables that some of them read."""
+    packages = importlib.metadata.packages_distributions()
+    loaded = sorted({name for module in packages.keys() & sys.modules for name in packages[module]})
+    (megatron,) = {Path(path).parents[1] for path in sys.modules["megatron.core"].__path__}
+    code = {"our code": source(), "Megatron's code": tree_hash(megatron, "megatron/core", "megatron/training")}
+    chosen = {name: value for name, value in os.environ.items() if CHOOSING.match(name)}
+    return code | {f"`{name}`": importlib.metadata.version(name) for name in loaded} | chosen
+
+
+def differences(every: list[tuple[dict[str, Any], dict[str, Any] | None]]) -> Iterator[Problem]:
+    """Of what all ranks say, the first one's against the others'. A package that only some have loaded is none."""
+    for key, value in every[0][0].items():
+        if any(disk.get(key, value) != value for disk, _ in every):
+            yield Problem(
+                f"what stands there {UNLIKE}", key=key, hint="a folder that all hosts share, or the same files on each"
+            )
+    others = [run for _, run in every if run is not None]
+    for name in sorted({name for run in others for name in run}):
+        said = [run.get(name) for run in others if name in run or CHOOSING.match(name)]
+        if any(value != said[0] for value in said):
+            yield Problem(f"{name} {UNLIKE}", hint="one image for all hosts, or the same steps on each")
