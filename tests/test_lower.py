@@ -22,7 +22,8 @@ from nam_megatron.recipe import Device, load, to_tree
 from nam_megatron.targets import current
 from nam_megatron.words.setting import Setting
 
-NATIVE, DESIGN, DELTA = "nam56r_native_dp", "nam56r", "qwen3_next_80b_a3b"
+NATIVE, DESIGN, DELTA, FP8 = "nam56r_native_dp", "nam56r", "qwen3_next_80b_a3b", "nam56r_native_dp_fp8"
+B = "model.blocks."
 MUON = {"optim.name": "muon", "feature.muon.enabled": True}
 PLAIN_OPTIMIZER = {
     "feature.distributed_optimizer.enabled": False,
@@ -853,8 +854,17 @@ REFUSALS = [
     ("nam56r_native_dp_fp8", {"feature.fp8.recipe": "delayed", "feature.recompute.granularity": "selective",
      "feature.recompute.modules": ["layernorm"]}, "feature.fp8.recipe", "excludes recompute of"),
     ("nam56r_native_dp_fp8", {"feature.fp8.first_last_bf16": True, "feature.fp8.bf16_layers_at_end": 53},
-     "feature.fp8.bf16_layers_at_start", "more bf16 layers than a pipeline stage has"),
+     "feature.fp8.bf16_layers_at_end", "more bf16 layers than the 52 of a pipeline stage"),
     ("nam56r_native_dp_fp8", {"model.hidden_size": 3592}, "model.hidden_size", "FP8 GEMMs need widths that 16 divides"),
+    # Every matrix in FP8 as a rank has it.
+    (FP8, {"model.letters.E": "mlp", "model.ffn_hidden_size": 1000, "feature.cuda_graphs.modules": ["attn"]}, "model.ffn_hidden_size",
+     "not 1000 of `mlp.linear_fc1` on a rank"),
+    (FP8, {B + "moe.expert_hidden_size": 904}, B + "moe.expert_hidden_size", "not 904 of `mlp.experts.linear_fc1` on a rank"),
+    (FP8, {B + "moe.latent_size": 520}, B + "moe.latent_size", "not 520 of `mlp.fc1_latent_proj` on a rank"),
+    (FP8, TP | {B + "moe.shared_expert_hidden_size": 1040}, B + "moe.shared_expert_hidden_size", "not 520 of `mlp.shared_experts."),
+    (FP8, {B + "attention.head_dim": 33}, B + "attention.head_dim", "not 2376 of `self_attention.linear_qkv` on a rank"),
+    (FP8, {"model.letters.A": "mla", "execution.mla.kernels": "megatron", B + "mla.kv_lora_rank": 72}, B + "mla.kv_lora_rank",
+     "not 136 of `self_attention.linear_kv_down_proj` on a rank"),
     # fsdp
     (NATIVE, FSDP | PLAIN_OPTIMIZER, "feature.megatron_fsdp.enabled", "stands on the distributed optimizer"),
     (NATIVE, FSDP | {"parallel.pipeline": 2}, "parallel.pipeline", "no place for pipeline stages"),
@@ -881,7 +891,6 @@ REFUSALS = [
 
 # Neighbours: the last value that stands and the first that does not, and each clause of a condition alone.
 # (base, what stands, key, value of it that is refused: ... without the key, None where there is none)
-B = "model.blocks."
 NAIVE3 = {"execution.mamba3.kernels": "naive"}
 NEIGHBOURS = [
     (DESIGN, {B + "dsa.indexer_loss_coeff": 0.0, **UNLAPPED}, f"{OVERLAP}grad_reduce", True),
@@ -923,6 +932,9 @@ NEIGHBOURS = [
     (NATIVE, {B + "moe.top_k": 1}, B + "moe.top_k", None),
     (NATIVE, {B + "moe.balancing": "none", B + "moe.aux_loss_coeff": 0.0}, B + "moe.aux_loss_coeff", 1e-9),
     (NATIVE, {"parallel.expert": 8}, B + "moe.experts", 12),
+    (FP8, {"feature.cuda_graphs.impl": "none", B + "moe.expert_hidden_size": 904, KEPT_KEY: ["experts"]}, KEPT_KEY, []),
+    (FP8, {B + "moe.expert_hidden_size": 912}, B + "moe.expert_hidden_size", 904),
+    (FP8, {"model.hidden_size": 3600}, "model.hidden_size", 3592),
     (NATIVE, {"parallel.expert_tensor": 2}, B + "moe.expert_hidden_size", 895),
     (NATIVE, {"execution.moe.shared_overlap": True}, B + "moe.shared_expert_hidden_size", 0),
     (NATIVE, LOCAL, "parallel.expert", 2),

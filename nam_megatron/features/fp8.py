@@ -136,22 +136,16 @@ class Fp8(Feature):
             return False
         return not (self.bf16_layers_at_start or 0) < number <= depth - (self.bf16_layers_at_end or 0)
 
-    def _kept(self, site: Site, owner: str, param: Param) -> bool:
-        """Whether a parameter is of a part that stays in bf16. owner: the kind of its layer, or MTP."""
+    def quantises(self, site: Site, owner: str, layer: int | None, param: Param) -> bool:
+        """Whether a parameter is multiplied in FP8. owner: the kind of its layer, or MTP."""
         kinds = (owner,) if owner in site.kinds else site.mtp
-        return any(site.blocks.of(kind).part(param) in self.bf16_parts for kind in kinds)
+        kept = any(site.blocks.of(kind).part(param) in self.bf16_parts for kind in kinds)
+        return param.role == "weight" and not kept and not self.in_bf16(layer, len(site.layers))
 
     def state(self, z: Sizes, group: Group) -> Iterator[Line]:
         """FP8 copies of the weights that TE multiplies with; gathered in FP8 they replace the bf16 weights at equal size."""
         if self.param_gather:
             return
-        depth = len(z.site.layers)
-        held = [
-            x
-            for x in group.held
-            if x.param.role == "weight"
-            and not self.in_bf16(x.layer, depth)
-            and not self._kept(z.site, x.owner, x.param)
-        ]
+        held = [x for x in group.held if self.quantises(z.site, x.owner, x.layer, x.param)]
         why = "row-wise and transposed FP8 weights, cached over the microbatches"
         yield from group.line(z, WORKSPACE, "FP8 weights", "2", why, held)

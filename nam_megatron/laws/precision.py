@@ -1,18 +1,19 @@
 """Laws on FP8, and on whose kernels run."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from nam_megatron.compile.plan import Plan
 from nam_megatron.errors import quoted
 from nam_megatron.features.fp8 import Fp8
 from nam_megatron.features.recompute import Recompute
-from nam_megatron.laws.law import CONTRADICTION, MATHS, OURS, REFUSES, UNTRIED, WRONG, Law, Words
+from nam_megatron.laws.law import CONTRADICTION, OURS, REFUSES, UNTRIED, WRONG, Law, Words
 from nam_megatron.laws.memory import selective
 from nam_megatron.laws.sizes import FP8_ROW, FSDP_TRIED
 from nam_megatron.packages import FLASH_KEY
 from nam_megatron.recipe import Recipe
 from nam_megatron.recipe.layout import Parallel
 from nam_megatron.recipe.model import Model
+from nam_megatron.words.sizes import Sizes
 
 AT = "feature.fp8."
 RECIPE, PARTS, KEPT = AT + "recipe", AT + "bf16_parts", AT + "keep_inputs"
@@ -24,16 +25,45 @@ DISCARDING = ("moe_act", "layernorm")
 FLASH_WIDTH = 128  # of heads that FlashAttention 4 has been tried with
 
 
-def _uneven_widths(fp8: Fp8, model: Model, parallel: Parallel) -> Iterator[Words]:
-    for name in ("hidden_size", "ffn_hidden_size"):
-        width = getattr(model, name)
-        if width // parallel.tensor % FP8_ROW:
-            yield {"key": f"model.{name}", "width": width}
+# Of these matrices ranks share the columns, of all others the rows.
+COLUMNS = "linear_proj", "linear_fc2", "out_proj"
+# What a width comes of, by a part of its matrix's name; else of its kind's keys.
+WIDTHS = {
+    "mlp.linear_fc": "ffn_hidden_size", "latent_proj": "blocks.moe.latent_size", "mlp.experts.": "blocks.moe.expert_hidden_size",
+    "mlp.shared_experts.": "blocks.moe.shared_expert_hidden_size", "linear_qkv": "blocks.attention.head_dim",
+    "q_down_proj": "blocks.mla.q_lora_rank", "kv_down_proj": "blocks.mla.kv_lora_rank",
+}  # fmt: skip
 
 
-def _too_many_edges(fp8: Fp8, model: Model, parallel: Parallel) -> bool:
-    edges = max(fp8.bf16_layers_at_start or 0, fp8.bf16_layers_at_end or 0)
-    return edges > model.depth // parallel.pipeline
+def _uneven_widths(fp8: Fp8, plan: Plan) -> Iterator[Words]:
+    """Each once. Of a mixer's input projection only the columns: its rows have laws of their own."""
+    site, seen = plan.site, set()
+    for kind, matrix, widths in _matrices(fp8, plan):
+        for width in widths[matrix.endswith("in_proj") :]:
+            if width % FP8_ROW and width not in seen:
+                seen.add(width)
+                key = next((key for part, key in WIDTHS.items() if part in matrix), f"blocks.{kind}")
+                key = "hidden_size" if width == site.hidden_size else key
+                yield {"key": f"model.{key}", "width": width, "matrix": matrix}
+
+
+def _matrices(fp8: Fp8, plan: Plan) -> Iterator[tuple[str, str, Sequence[int]]]:
+    """(kind, name, rows and columns on a rank) of what layers multiply in FP8."""
+    site = plan.site
+    shares = {"replicated": 1, "tensor": site.tensor, "expert": site.expert_tensor}
+    for kind, layer in [*((layer.kind, layer) for layer in site.layers), *((kind, None) for kind in site.mtp)]:
+        for param in site.blocks.of(kind).params(Sizes.of(site), layer):
+            if fp8.quantises(site, kind, layer.number if layer else None, param):
+                widths = list(param.shape)
+                widths[any(name in param.name for name in COLUMNS)] //= shares[param.shard]
+                yield kind, param.name.removesuffix("*").removesuffix(".weight"), widths
+
+
+def _too_many_edges(fp8: Fp8, model: Model, parallel: Parallel) -> Iterator[Words]:
+    most = model.depth // parallel.pipeline
+    for name in ("bf16_layers_at_start", "bf16_layers_at_end"):
+        if (getattr(fp8, name) or 0) > most:
+            yield {"key": AT + name, "most": most}
 
 
 def _flash_widths(plan: Plan) -> dict[str, tuple[int, int]]:
@@ -292,17 +322,18 @@ LAWS = (
     ),
     Law(
         id="bf16-layers-beyond-stage",
-        category=MATHS,
+        category=REFUSES,
         key=AT + "bf16_layers_at_start",
         when=_too_many_edges,
-        says="more bf16 layers than a pipeline stage has",
+        says="more bf16 layers than the {most} of a pipeline stage",
+        source=CONFIG,
     ),
     Law(
         id="fp8-widths-uneven",
         category=REFUSES,
         key="model.hidden_size",
         when=_uneven_widths,
-        says="FP8 GEMMs need widths that 16 divides, not {width} / tensor {parallel.tensor}",
+        says="FP8 GEMMs need widths that 16 divides, not {width} of `{matrix}` on a rank",
         source="cuBLAS: FP8 GEMMs want widths that 16 divides",
     ),
 )
