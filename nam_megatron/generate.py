@@ -9,7 +9,7 @@ import codecs
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,14 +37,14 @@ Exit code: 0 done, 2 refused.
 
 @dataclass(frozen=True)
 class Options:
-    """temperature 0 is greedy. top_k 0 and top_p 1: all words. end: the token that ends a sequence, None: none does."""
+    """temperature 0 is greedy. top_k 0 and top_p 1: all words. ends: the tokens that end a sequence."""
 
     new: int
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int | None = None
-    end: int | None = None
+    ends: Collection[int] = ()
     grow: bool = False
 
 
@@ -83,7 +83,7 @@ def decode(
         chosen = pick(logits, options, draw)
         said = [token if there else None for token, there in zip(chosen.tolist(), alive, strict=True)]
         yield said
-        alive = [there and token != options.end for token, there in zip(said, alive, strict=True)]
+        alive = [there and token not in options.ends for token, there in zip(said, alive, strict=True)]
         if not any(alive):
             return
         tokens, mask = chosen[:, None], torch.nn.functional.pad(mask, (0, 1), value=1)
@@ -179,15 +179,15 @@ def _run(words: argparse.Namespace) -> int:
         raise Refused(not_there(words.path))
     raise_if(absent(words.device, words.kernels))
     asked = [{"prompt": words.prompt}] if words.file is None else list(_lines(words.file))
-    tokenizer, end = _tokenizer(words, needed=any("prompt" in line for line in asked))
+    tokenizer, ends = _tokenizer(words, needed=any("prompt" in line for line in asked))
     if tokenizer is not None:
         from nam_megatron.data.tokenizer import encode
     model = open_model(words.path, DTYPES[words.dtype], words.device, words.kernels)
     if tokenizer is not None and tokenizer.get_vocab_size() > model.config.vocab_size:
         said = f"the tokenizer has {tokenizer.get_vocab_size()} entries, and the model {model.config.vocab_size}"
         raise Refused(Problem(said, hint="give the one that the data was built with"))
-    end = None if words.endless else end
-    options = Options(words.new, words.temperature, words.top_k, words.top_p, words.seed, end, words.grow)
+    ends = () if words.endless else ends
+    options = Options(words.new, words.temperature, words.top_k, words.top_p, words.seed, ends, words.grow)
 
     def tokens_of(line: dict[str, Any]) -> list[int]:
         # Without what a tokenizer would put around a text, as in the data.
@@ -206,8 +206,8 @@ def _run(words: argparse.Namespace) -> int:
             if "tokens" in line:
                 made: dict[str, Any] = {"new": new}
             else:
-                made = {"text": _behind(tokenizer, prompt, [t for t in new if t != end])}
-            made["ended"] = bool(new) and new[-1] == end if words.endless or end is not None else None
+                made = {"text": _behind(tokenizer, prompt, [t for t in new if t not in ends])}
+            made["ended"] = bool(new) and new[-1] in ends if words.endless or ends else None
             print(json.dumps({**line, **made}, ensure_ascii=False), flush=True)
     return OK
 
@@ -236,7 +236,7 @@ def _stream(model: Any, prompt: Sequence[int], options: Options, tokenizer: Any)
     shown, new = "", []
     sys.stdout.write(tokenizer.decode(list(prompt)))
     for (token,) in decode(model, [prompt], options):
-        if token == options.end:
+        if token in options.ends:
             break
         new.append(token)
         text = _behind(tokenizer, prompt, new)
@@ -282,8 +282,8 @@ def _text(prompt: Any) -> bool:
     return isinstance(prompt, str) and not any("\ud800" <= c <= "\udfff" for c in prompt)
 
 
-def _tokenizer(words: argparse.Namespace, needed: bool) -> tuple[Any, int | None]:
-    """And the token that ends a document."""
+def _tokenizer(words: argparse.Namespace, needed: bool) -> tuple[Any, Collection[int]]:
+    """And the tokens that end a text."""
     from nam_megatron.data import tokenizer
     from nam_megatron.hf.opened import another_tokenizer, tokenizer_of
 
@@ -292,10 +292,10 @@ def _tokenizer(words: argparse.Namespace, needed: bool) -> tuple[Any, int | None
     except Refused:
         if needed:
             raise
-        return None, None
+        return None, ()
     made = tokenizer.load(folder)
     raise_if(another_tokenizer(words.path, folder))
-    return made, tokenizer.named(folder, made)["eos"]
+    return made, tokenizer.ends(folder, made)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ END = "<|endoftext|>"
 PAD = "<fim_pad>"
 SPECIAL = (END, "<fim_prefix>", "<fim_middle>", "<fim_suffix>", PAD)
 FILE, CONFIG = TOKENS, "tokenizer_config.json"
+# Ids of a published folder's generation_config.json or config.json, which no tokenizer's file has: `copy` keeps them in CONFIG.
+ENDS = "generation_ends"
 MOST_GROWTH = 1000.0  # of a text; one of a few bytes that doubles thirty times fills a host
 MOST_BYTES = 256 << 20
 
@@ -165,6 +167,17 @@ def named(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
     return {name: tokenizer.token_to_id(text) for name, text in known.items()}
 
 
+def ends(folder: Path, tokenizer: Tokenizer) -> list[int]:
+    """Ids that end a generated text: `eos`, and what the model was published with beside it."""
+    own, said = named(folder, tokenizer)["eos"], _config(folder).get(ENDS)
+    for path in (folder / "generation_config.json", folder / "config.json"):
+        if said is None and path.is_file():
+            said = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    said = said if isinstance(said, list) else [said]
+    found = [end for end in said if type(end) is int and 0 <= end < tokenizer.get_vocab_size()]
+    return found if own in found else [own, *found]
+
+
 def copy(folder: Path, to: Path) -> None:
     """Write a tokenizer's two files as it is used here, so that every reader of them has the tokens of the data: ours byte for byte; those
     of others without what they put around a text, and with a config that names no class of their own and no token that is not in the file.
@@ -187,6 +200,8 @@ def copy(folder: Path, to: Path) -> None:
     # No `bos_token`: no document has one, and who finds it named begins texts with it.
     config |= _known(tokenizer, {f"{name}_token": said.get(f"{name}_token") for name in ("eos", "pad", "unk")})
     config |= {"extra_special_tokens": list(more.values())}
+    if len(ending := ends(folder, tokenizer)) > 1:
+        config[ENDS] = ending
     template = folder / "chat_template.jinja"
     if template.is_file():
         config["chat_template"] = template.read_text(encoding="utf-8")

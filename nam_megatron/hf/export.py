@@ -24,6 +24,7 @@ from nam_megatron.judge.resume import DATA, HASHED, PLAN, SIGNED, foreign
 from nam_megatron.runtime import checksums
 
 MODEL = Path(__file__).parent / "model"
+GENERATION = "generation_config.json"
 CODE = ("configuration_nam.py", "modeling_nam.py")
 AUTO = {"AutoConfig": "configuration_nam.NamConfig", "AutoModelForCausalLM": "modeling_nam.NamForCausalLM"}
 Say = Callable[[str], None]
@@ -101,7 +102,7 @@ def _fill(
     folder.write_index(part, files)
     ends = special(tokens) if tokens is not None else {}
     folder.write_json(part / folder.CONFIG, _tree(config, ends))
-    folder.write_json(part / "generation_config.json", {"use_cache": True, **ends})
+    folder.write_json(part / GENERATION, {"use_cache": True, **ends, **ending(tokens)})
     for name in CODE:
         shutil.copyfile(MODEL / name, part / name)
     # An export is published: what MLflow's address has before its host, and as a query, is not.
@@ -198,7 +199,7 @@ ENDS = ("eos_token_id", "pad_token_id")
 BESIDE = {"model_type", "auto_map", "architectures", "dtype", *ENDS}
 # What transformers saves besides shards and code, and what stays beside it.
 SAVED = (
-    folder.CONFIG, folder.INDEX, "generation_config.json", "chat_template.jinja", "special_tokens_map.json", tokenizer.FILE,
+    folder.CONFIG, folder.INDEX, GENERATION, "chat_template.jinja", "special_tokens_map.json", tokenizer.FILE,
     tokenizer.CONFIG, PLAN,
 )  # fmt: skip
 
@@ -313,3 +314,9 @@ def fits(tokens: Path, vocabulary: int) -> None:
 def special(tokens: Path) -> dict[str, int]:
     """A tokenizer's special tokens as config.json names them."""
     return {f"{name}_token_id": number for name, number in tokenizer.named(tokens, tokenizer.load(tokens)).items()}
+
+
+def ending(tokens: Path | None) -> dict[str, list[int]]:
+    """All that end a generated text, as generation_config.json names them, where they are several."""
+    found = [] if tokens is None else tokenizer.ends(tokens, tokenizer.load(tokens))
+    return {"eos_token_id": found} if len(found) > 1 else {}

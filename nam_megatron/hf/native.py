@@ -6,7 +6,7 @@ all its values, each of theirs goes somewhere, or the import is refused with eve
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from nam_megatron.hf.families import Family, Place
 from nam_megatron.hf.families.config import written
 from nam_megatron.lint import lint, preset, recipe
 from nam_megatron.lint.huggingface import of_text
+from nam_megatron.lint.huggingface import words as of_config
 
 Say = Callable[[str], None]
 INDEX, SINGLE = folder.INDEX, folder.SINGLE
@@ -100,6 +101,7 @@ def load(path: Path, plan: Path, out: Path, without_mtp: bool, say: Say) -> None
     if config["tie_word_embeddings"]:
         _tie(source, of)
     ahead = families.beyond(of, config)
+    _tell(tree, str(path / folder.CONFIG), say, but=beside)
     misfits = list(_misfits(source, places, ahead if without_mtp else (), ahead))
     raise_if([*misfits[:MOST], *([Problem(f"and {more} more")] if (more := len(misfits) - MOST) > 0 else [])])
     with folder.making(out) as part:
@@ -195,6 +197,13 @@ def described(tree: dict[str, Any], name: str) -> dict[str, Any]:
     unsaid = [line for line in made.lost if line.startswith(("model.", "feature.")) and "model.letters." not in line]
     raise_if(Problem(f"`{name}` has a value that no recipe has: {line}") for line in unsaid)
     return describe.config(plan_of(made.recipe))
+
+
+def _tell(tree: Mapping[str, Any], name: str, say: Say, but: Collection[str] = ()) -> None:
+    """Say what a config.json has and nobody reads, and where transformers' class computes otherwise; but for what is said anyway."""
+    for line in of_config(tree, name)[1]:
+        if line not in but:
+            say(f"{name}: {line}")
 
 
 def _short(value: Any) -> str:
@@ -320,6 +329,7 @@ def export(
     """
     lowering, step, tokens = exports.opened(checkpoint, tokens, say)
     of, keys = architecture(lowering.plan, named)
+    _tell(keys, folder.CONFIG, say)
     source = exports.checked(step, lowering.plan)
     places = list(families.places(of, describe.config(lowering.plan)))
     theirs = {
@@ -332,7 +342,7 @@ def export(
         ends = exports.special(tokens) if tokens is not None else {}
         folder.write_json(part / folder.CONFIG, keys | ends)
         if ends:
-            folder.write_json(part / "generation_config.json", ends)
+            folder.write_json(part / exports.GENERATION, ends | exports.ending(tokens))
         if tokens is not None:
             tokenizer.copy(tokens, part)
     return of.architecture
@@ -350,7 +360,8 @@ def peft(checkpoint: Path, out: Path, say: Say, named: str | None = None) -> str
         raise Refused(
             Problem(f"`{step}` has no adapters", key="feature.lora.rank", hint="`--as native` writes weights")
         )
-    of, _ = architecture(lowering.plan, named)
+    of, keys = architecture(lowering.plan, named)
+    _tell(keys, folder.CONFIG, say)
     source = exports.checked(step, lowering.plan)
     assert isinstance(source, Merged)
     held: dict[str, torch.Tensor] = {}

@@ -53,7 +53,7 @@ HOLD: Mapping[str, tuple[type, str]] = {
 REAL = {
     "rms_norm_eps", "layer_norm_epsilon", "norm_eps", "layer_norm_eps", "initializer_range", "rope_theta", "partial_rotary_factor",
     "hidden_dropout", "attention_dropout", "routed_scaling_factor", "swiglu_limit", "router_aux_loss_coef", "aux_loss_alpha",
-    "router_jitter_noise", "swiglu_alpha", "residual_dropout", "resid_pdrop", "embd_pdrop", "z_loss_coefficient",
+    "time_step_min", "router_jitter_noise", "swiglu_alpha", "residual_dropout", "resid_pdrop", "embd_pdrop", "z_loss_coefficient",
 }  # fmt: skip
 MAY_BE_0 = REAL | {"first_k_dense_replace"}
 # Keys without which no model is told, and what Llama was before a key was there.
@@ -198,7 +198,7 @@ def words(root: Mapping[str, Any], name: str) -> tuple[list[str], list[str]]:
     Raises:
         Refused: an architecture that is not read, or a key that is missing.
     """
-    stored, inner = root.get("quantization_config"), _inner(root)
+    stored, inner, code = root.get("quantization_config"), _inner(root), root.get("auto_map")
     root, beside = of_text(root)
     kind = str(root["model_type"])
     if kind not in KINDS:
@@ -216,6 +216,9 @@ def words(root: Mapping[str, Any], name: str) -> tuple[list[str], list[str]]:
         said.left.append(
             f"`quantization_config`: its weights are published as `{method}`, and a run's are as its precision says"
         )
+    if code:
+        named = ", ".join(map(str, code.values())) if isinstance(code, dict) else code
+        said.left.append(f"`auto_map`: code of its own is not run, and may compute another model: {named}")
     for place in ("rope_parameters", "rope_scaling"):
         table = said.root.get(place)
         if dropped := sorted(table.keys() - {*IN_ROPE}) if isinstance(table, dict) else []:
@@ -869,6 +872,10 @@ def _deepseek(s: Said) -> Words:
             "--mscale-all-dim",
             str(scaling.get("mscale_all_dim") or 0.0),
         )
+        if s.root["model_type"] == "deepseek_v2" and (rest := scaling.get("mscale_all_dim")):
+            off = (0.1 * rest * math.log(scaling["factor"]) + 1) ** 2
+            what = f"transformers 5.12.1's class leaves it out of its softmax, where its own code and Megatron weigh by {off:.2f}"
+            s.left.append(f"`rope_scaling.mscale_all_dim: {rest}`: {what}")
         for key, usual in {"attention_factor": (None,), "truncate": (None, True)}.items():
             if scaling.get(key) not in usual:
                 s.refuse("rope_scaling", f"`rope_scaling.{key}: {scaling[key]}`")
@@ -985,6 +992,10 @@ def _nemotron_h(s: Said) -> Words:
         yield "--fp32-residual-connection"
     s.off("attention_bias")
     _ahead(s, "num_nextn_predict_layers")
+    if (least := s.get("time_step_min")) and least > 1e-30:
+        s.left.append(
+            f"`time_step_min: {least}`: transformers cuts steps below it, but its kernels and Megatron do not"
+        )
     for key, usual in (("conv_kernel", 4), ("use_conv_bias", True), ("mamba_hidden_act", "silu")):
         if s.get(key, usual) != usual:
             s.refuse(key, f"`{key}: {s.root[key]}` in `{s.name}`", f"{MEGATRON}: {usual} is built")

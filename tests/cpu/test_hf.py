@@ -703,13 +703,13 @@ def test_a_sequence_that_has_ended_says_no_more():
 
     config = SimpleNamespace(vocab_size=8, max_position_embeddings=99)
     model = Mock(side_effect=counts, device="cpu", config=config)
-    assert [*decode(model, [[2], [4]], Options(9, end=6))] == [[3, 5], [4, 6], [5, None], [6, None]]
+    assert [*decode(model, [[2], [4]], Options(9, ends=[6]))] == [[3, 5], [4, 6], [5, None], [6, None]]
 
 
 def test_what_ends_a_text_is_none_of_it(spoken, prompts, monkeypatch, capsys):
     tokens = tokenizer.load(spoken[1])
     word, end = tokenizer.encode(tokens, "i;")
-    monkeypatch.setattr(generate, "_tokenizer", lambda *_, **__: (tokens, end))
+    monkeypatch.setattr(generate, "_tokenizer", lambda *_, **__: (tokens, [end]))
     monkeypatch.setattr(generate, "decode", lambda *_: iter([[word], [end]]))
     prompts.write_text('{"prompt": "int"}\n')
     assert generate.main([str(spoken[1]), "--file", str(prompts), "--new", "9"]) == 0
@@ -1122,7 +1122,7 @@ def test_text_goes_in_and_comes_out(spoken, capsys):
     assert text.startswith("int naïve €")
     theirs = AutoTokenizer.from_pretrained(spoken[1])
     prompt = theirs("int naïve €").input_ids
-    new = [t for (t,) in decode(open_model(spoken[1], torch.float32), [prompt], Options(6, end=theirs.eos_token_id))]
+    new = [t for (t,) in decode(open_model(spoken[1], torch.float32), [prompt], Options(6, ends=[theirs.eos_token_id]))]
     assert text == "int naïve €" + theirs.decode(new, skip_special_tokens=True) + "\n"
 
 

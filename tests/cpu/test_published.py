@@ -22,11 +22,14 @@ from hf_configs import GPT_OSS
 from megatron.core import dist_checkpointing
 from presets import lowered
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from nam_megatron import generate
 from nam_megatron.budget import parameters
 from nam_megatron.compile.argv import load_plan, plan_json
 from nam_megatron.compile.plan import Plan
+from nam_megatron.data import tokenizer
 from nam_megatron.errors import Refused
 from nam_megatron.hf import __main__ as command
 from nam_megatron.hf import check, distributed, families, native, quantized
@@ -125,8 +128,53 @@ def test_what_goes_back_is_what_came_to_the_bit(made, name, tmp_path):
     assert x.keys() == y.keys() and not [key for key in x if not torch.equal(x[key], y[key])]
     one, two = ({k: v for k, v in vars(side.config).items() if "dropout" in k} for side in (before, after))
     assert one == two
+    agree(*(theirs(path, test_hf.random(2, 16, vocabulary=128)) for path in (tmp_path / "back", folder)))
+    # Nobody knows them, and a class has its own: 0 pads Nemotron-H, and 1 Seed-OSS, which is trained no more then.
+    assert {getattr(after.config, f"{end}_token_id") for end in ("bos", "eos", "pad")} == {None}
     again = native.described(published.keys(tmp_path / "back"), "again")
     assert again == native.described(published.keys(folder), "first")
+
+
+@pytest.mark.parametrize(("file", "said", "all_of"), [
+    ("generation_config.json", [5, 2, 7], [5, 2, 7]), ("config.json", [5, 7, 128, "x"], [2, 5, 7]), ("generation_config.json", 5, [2, 5]),
+])  # fmt: skip
+def test_every_token_that_ends_a_text_comes_back(copied, tmp_path, file, said, all_of):
+    """However often it goes in and out; one is the tokenizer's, which ends documents."""
+    source, plan, _ = copied
+    words = Tokenizer(
+        models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, 128)}, "<unk>")
+    )
+    words.save(str(source / tokenizer.FILE))
+    (source / tokenizer.CONFIG).write_text(json.dumps({"eos_token": "</s>"}))
+    tree = json.loads((source / file).read_text()) if (source / file).exists() else {}
+    (source / "generation_config.json").unlink(missing_ok=True)
+    (source / file).write_text(json.dumps(tree | {"eos_token_id": said}))
+    for turn in ("one", "two"):
+        weights, back = tmp_path / turn, tmp_path / f"{turn} back"
+        native.load(source, plan, weights, False, silent)
+        native.export(weights, back, None, silent)
+        assert transformers.GenerationConfig.from_pretrained(back).eos_token_id == all_of
+        assert published.keys(back)["eos_token_id"] == 2
+        source = back
+    exports.export(weights, tmp_path / "ours", None, silent)
+    assert json.loads((tmp_path / "ours" / "generation_config.json").read_text())["eos_token_id"] == all_of
+    assert generate._tokenizer(SimpleNamespace(tokenizer=None, path=weights), True)[1] == all_of
+
+
+def test_what_nobody_reads_and_a_class_computes_otherwise_is_said(made, tmp_path, capsys):
+    shutil.copytree(made("deepseek_v2")[0], tmp_path / "hf")
+    keys = published.keys(tmp_path / "hf")
+    keys["rope_parameters"] |= {"factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.707}
+    keys |= {"auto_map": {"AutoModelForCausalLM": "modeling.Other"}, "unheard_of": 3}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(keys))
+    (tmp_path / "plan.json").write_text(plan_json(published.lowering(tmp_path / "hf")))
+    weighs = "`rope_scaling.mscale_all_dim: 0.707`: transformers 5.12.1's class leaves it out of its softmax"
+    capsys.readouterr()
+    assert command.main(["import", *(str(tmp_path / name) for name in ("hf", "plan.json", "weights"))]) == 0
+    told = capsys.readouterr().err
+    assert weighs in told and "weigh by 1.59" in told and "modeling.Other" in told and "not read: unheard_of" in told
+    assert command.main(["export", str(tmp_path / "weights"), str(tmp_path / "back"), "--as", "native"]) == 0
+    assert weighs in capsys.readouterr().err
 
 
 def test_the_text_of_a_model_that_also_sees_is_taken_out_of_it(tmp_path, capsys):

@@ -18,7 +18,9 @@ def written(of: Family, plan: Plan) -> dict[str, Any]:
     c = describe.config(plan)
     values = {key: _value(said, of, plan, c) for key, said in of.config.items()}
     keys = {key: value for key, value in values.items() if value is not ABSENT}
-    return {"architectures": [of.architecture], "model_type": of.model_type, "torch_dtype": "bfloat16", **keys}
+    # Classes have tokens of their own where none is said, and never train the row of the one that pads.
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    return {"architectures": [of.architecture], "model_type": of.model_type, "torch_dtype": "bfloat16", **ends, **keys}
 
 
 def _value(said: Any, of: Family, plan: Plan, c: Config) -> Any:
