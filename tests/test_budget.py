@@ -801,6 +801,20 @@ def test_layouts_that_were_measured(name, limit):
         assert reserved == pytest.approx(run["peak_bytes"]["steady"]["reserved"], rel=limit), run["name"]
 
 
+def test_dropout_keeps_a_byte_of_each_place_it_may_drop():
+    """Of each layer, and of the embedding wherever it stands: before the layers, and before MTP's of each depth."""
+    words = ("cluster=h200_1", "feature.mtp.depths=2", "schedule.micro_batch_size=1")
+    for more in ((), ("cluster=h200_2", "parallel.tensor=2", "parallel.sequence=true")):
+        plan, plain = (plan_of("nam56r", *words, *more, *drops) for drops in (("model.hidden_dropout=0.1",), ()))
+        z, (stage,) = Sizes.of(plan.site), static.stages(plan)
+        kept, without = (
+            sum(x.bytes for chunk in _Moving(p, z, stage, False).chunks for part in chunk for x in part.kept)
+            for p in (plan, plain)
+        )
+        masks = len(plan.layers) + 2 * len(plan.mtp) + 1 + 2
+        assert kept - without == masks * z["Ts"] * z["h"] == masks * 4096 * 3584 / plan.site.tensor
+
+
 def test_a_process_group_of_one_takes_nothing():
     def outside(*overrides):
         return budget(plan_of(*NATIVE, *overrides)).worst.worst.sum("outside") / GIB
@@ -810,6 +824,10 @@ def test_a_process_group_of_one_takes_nothing():
     assert isclose(outside("cluster=h200_4"), device.runtime_gib + device.groups_gib.data)
     spread = outside("cluster=h200_4", "parallel.expert=4")
     assert isclose(spread, device.runtime_gib + device.groups_gib.data + device.groups_gib.expert)
+    # Two pairs of ranks that share experts: a second group of data. Context ranks, which share gradients.
+    assert isclose(outside("cluster=h200_4", "parallel.expert=2") - spread, device.groups_gib.data)
+    of_context = device.runtime_gib + device.groups_gib.data + device.groups_gib.context
+    assert isclose(outside("cluster=h200_2", "parallel.context=2"), of_context)
     gathered = outside(
         "cluster=h200_4", "parallel.expert=4", "execution.moe.dispatcher=gathered", "execution.moe.expert_gemm=torch"
     )

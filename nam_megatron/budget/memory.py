@@ -18,6 +18,7 @@ from nam_megatron.words.sizes import (
     GRADIENTS,
     MTP,
     PARAMETERS,
+    UNMEASURED,
     WORKSPACE,
     Line,
     Sizes,
@@ -252,14 +253,22 @@ class _Moving:
             block = self.z.site.blocks.of(kind)
             width = {"w": 2} if bf16 else {}
             z, plain = self.z.own(**width), self.plain.own(**width)
-            kept = tuple(self._owned(kind, layer, block.activations(z, layer)))
-            whole = (
-                kept
-                if z.recompute == plain.recompute
-                else tuple(self._owned(kind, layer, block.activations(plain, layer)))
+            kept, whole = (
+                (
+                    *self._owned(kind, layer, block.activations(of, layer)),
+                    *self._dropped(kind, MTP if layer is None else ACTIVATIONS),
+                )
+                for of in (z, plain)
             )
             self.costs[key] = kept, whole, tuple(self._owned(kind, layer, block.working(z, layer)))
         return self.costs[key]
+
+    def _dropped(self, owner: str, bucket: str) -> tuple[Line, ...]:
+        """What a layer, or the embedding, keeps of the places that it has dropped. megatron-core 0.19.2, fusions/fused_bias_dropout.py."""
+        if not self.plan.recipe.model.hidden_dropout:
+            return ()
+        more = {"bucket": bucket, "owner": owner, "mark": UNMEASURED}
+        return (self.z.line("dropout mask", "Ts h", "one byte a place, of the sum with the residual", **more),)
 
     def _owned(self, kind: str, layer: Layer | None, lines: Iterator[Line]) -> Iterator[Line]:
         graphs = self.plan.recipe.feature.cuda_graphs
@@ -279,6 +288,7 @@ class _Moving:
         return (self.z.line("gathered input", "2 T h", "of the running column-parallel layer", **of),)
 
     def _features(self) -> Iterator[Line]:
+        yield from self._dropped("ends", ACTIVATIONS) if self.stage.first else ()
         for feature in self.plan.recipe.feature.all():
             if feature.name != "mtp" and (self.graphs or feature.name != "cuda_graphs"):
                 for line in feature.activations(self.z, self.stage):
@@ -292,7 +302,7 @@ class _Moving:
 
     def _tail(self) -> Iterator[_Part]:
         plan, z, f = self.plan, self.z, self.plan.recipe.feature
-        yield _Part(tuple(ends.activations(z, self.stage)))
+        yield _Part((*ends.activations(z, self.stage), *plan.mtp_depths * self._dropped("mtp", MTP)))
         for depth in range(plan.mtp_depths):
             names = [f"mtp {depth} {kind}" for kind in plan.mtp]
             costs = [self._cost(kind, None) for kind in plan.mtp]

@@ -16,6 +16,7 @@ from nam_megatron.words.sizes import (
     GRADIENTS,
     PARAMETERS,
     RUNTIME,
+    UNMEASURED,
     WORKSPACE,
     Group,
     Held,
@@ -93,7 +94,7 @@ def lines(plan: Plan, z: Sizes, stage: Stage, held: Sequence[Group]) -> Iterator
     yield from _unread(z, held)
     yield from _communication(z)
     yield from _workspaces(z)
-    yield from _device(plan, z)
+    yield from _device(plan, z, held)
 
 
 def _state(feature: Feature, z: Sizes, group: Group) -> Iterator[Line]:
@@ -150,20 +151,23 @@ def _workspaces(z: Sizes) -> Iterator[Line]:
     yield z.line("torch's cuBLAS", "64 MiB", "32 for the forward and for the autograd thread", **of)
 
 
-def _device(plan: Plan, z: Sizes) -> Iterator[Line]:
+def _device(plan: Plan, z: Sizes, held: Sequence[Group]) -> Iterator[Line]:
     device, site = plan.recipe.device, z.site
     z = z.own(runtime=device.runtime_gib, overhead=device.allocator_gib)
     of = {"bucket": RUNTIME, "owner": "device", "since": "init", "place": "outside"}
     yield z.line("runtime", "runtime GiB", "CUDA context and loaded kernels: outside torch's allocator", **of)
     gathered = site.blocks.moe and site.blocks.moe.gathers
-    members = {
-        "data": site.data_parallel, "tensor": site.tensor, "pipeline": site.pipeline, "context": site.context,
-        "gathered" if gathered else "expert": site.expert,
-    }  # fmt: skip
-    for group, n in members.items():
+    # Gradients and weights of each buffer go through a group of their own, which context ranks are of, too. What tensor ranks take was
+    # measured beside the experts' group, and has it in it.
+    members = {group.name: ("data", group.ranks) for group in held if group.name == "dense" or site.tensor == 1}
+    members |= {key: (key, getattr(site, key)) for key in ("tensor", "pipeline", "context")}
+    members["expert"] = ("gathered" if gathered else "expert", site.expert)
+    for name, (key, n) in members.items():
         if n > 1:
-            z = z.own(group=getattr(device.groups_gib, group))
-            yield z.line(f"{group} group", "group GiB", "NCCL's buffers, outside torch's allocator", **of)
+            z = z.own(group=getattr(device.groups_gib, key))
+            mark = UNMEASURED if name in ("experts", "context") or (name == "dense" and site.context > 1) else ""
+            why = "NCCL's buffers, outside torch's allocator"
+            yield z.line(f"{key} group{', experts' if name == 'experts' else ''}", "group GiB", why, mark=mark, **of)
     why = "reserved beyond what is allocated: fragments, not modelled"
     of = {"bucket": ALLOCATOR, "owner": "device", "since": "init", "place": "reserved"}
     yield z.line("allocator", "overhead GiB", why, **of)
