@@ -159,7 +159,9 @@ def _device(plan: Plan, z: Sizes, held: Sequence[Group]) -> Iterator[Line]:
     gathered = site.blocks.moe and site.blocks.moe.gathers
     # Gradients and weights of each buffer go through a group of their own, which context ranks are of, too. What tensor ranks take was
     # measured beside the experts' group, and has it in it.
-    members = {group.name: ("data", group.ranks) for group in held if group.name == "dense" or site.tensor == 1}
+    members: dict[str, tuple[str, int]] = {
+        group.name: ("data", group.ranks) for group in held if group.name == "dense" or site.tensor == 1
+    }
     members |= {key: (key, getattr(site, key)) for key in ("tensor", "pipeline", "context")}
     members["expert"] = ("gathered" if gathered else "expert", site.expert)
     for name, (key, n) in members.items():

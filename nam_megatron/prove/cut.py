@@ -105,7 +105,7 @@ PADS = tuple(block.at(key) for block in KINDS.values() for key in block.padded)
 # What runs by Megatron's modules where neither ours nor plain torch takes it.
 MODULES = {b.at("kernels"): "megatron" for b in KINDS.values() if b.stock and "kernels" in b.model_fields}
 
-CAPTURE = "feature.cuda_graphs.warmup_steps"
+CAPTURE, RESHARDABLE = "feature.cuda_graphs.warmup_steps", "feature.distributed_optimizer.reshardable"
 
 # Features that a CPU has no way around, and what to call them. Megatron's Muon wants bf16 weights, and what is proven here is fp32.
 NOT_ON_A_CPU = {"muon": "Megatron's Muon, in bf16 alone,"}
@@ -129,15 +129,11 @@ class Pair:
 
     @property
     def shrunk(self) -> tuple[str, ...]:
-        """What was cut, for people: `key: from -> to`."""
+        """What was cut, for people: `key: from -> to`, `none` where there is no such key."""
         before, after = (dict(leaves(to_tree(x.recipe))) for x in (self.full, self.layout.plan))
-        names = [
-            k
-            for k in after
-            if k.startswith(("model.", "execution.", "cluster.gpus", "cluster.nodes", "schedule.", CAPTURE))
-            and k in before
-        ]
-        return tuple(f"{k}: {before[k]} -> {after[k]}" for k in names if before[k] != after[k])
+        names = [k for k in before | after if not k.startswith("assumptions.")]
+        pairs = {k: (before.get(k, "none"), after.get(k, "none")) for k in names}
+        return tuple(f"{k}: {was} -> {now}" for k, (was, now) in pairs.items() if was != now)
 
 
 def pair(recipe: Recipe, device: str, steps: int, seed: int = 1234) -> Pair:
@@ -183,6 +179,8 @@ def pair(recipe: Recipe, device: str, steps: int, seed: int = 1234) -> Pair:
                 )
                 _least(tree, CAPTURE, max(1, steps - 1))
     _batches(tree, recipe, full, steps, seed, device)
+    if at(tree, RESHARDABLE) and not at(to_tree(recipe), RESHARDABLE):
+        unproven.append(f"{RESHARDABLE}: true in place of false (so that one rank reads the layout's checkpoint)")
     layout, one = _shortest(tree, full, device)
     one["model"]["pattern"] = one["model"]["pattern"].replace("|", "")
     unproven += _other_segments(full, layout.plan)
@@ -191,7 +189,7 @@ def pair(recipe: Recipe, device: str, steps: int, seed: int = 1234) -> Pair:
             _put(one, key, value)
     # Whether or not this layout can: others share its reference. What is not sharded is so without a word.
     if at(one, "feature.distributed_optimizer.enabled") and not at(one, "feature.muon.enabled"):
-        _put(one, "feature.distributed_optimizer.reshardable", True)
+        _put(one, RESHARDABLE, True)
     return Pair(layout, _reference(one), full, tuple(unproven))
 
 
@@ -248,7 +246,7 @@ def _batches(tree: dict[str, Any], recipe: Recipe, full: Plan, steps: int, seed:
         _put(tree, f"optim.{key}", value)
     _put(tree, "optim.clip_grad", min(CLIP, recipe.optim.clip_grad))
     if resumable(recipe) and at(tree, "feature.distributed_optimizer.enabled"):
-        _put(tree, "feature.distributed_optimizer.reshardable", True)
+        _put(tree, RESHARDABLE, True)
     tree["data"] = mock(tree["data"])
     _put(tree, "feature.fim", None)
 

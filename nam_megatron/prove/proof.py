@@ -78,6 +78,11 @@ class Proof:
     def unproven(self) -> tuple[str, ...]:
         resumed = any(part.title == RESUMED for part in self.parts)
         said = [] if resumed else ["a resume in another layout: not run"]
+        compared = {row.what for part in self.parts for row in part.rows}
+        if compared and compare.NORM not in compared:
+            said.append(
+                "optim.clip_grad: whether its norm counts every element once, which Megatron-FSDP does not tell"
+            )
         if blunt := Counter((row.what, row.step) for part in self.parts for row in part.rows if row.blunt):
             most = ", ".join(
                 f"{n} {what}{'s' * (not what.endswith('s'))} of step {step}"

@@ -149,6 +149,18 @@ def test_the_two_sides_differ_in_execution_alone():
     } <= changed
 
 
+def test_all_that_is_cut_is_listed():
+    pair = cut.pair(load("nam56r_native_dp_fp8"), "cpu", 2)
+    full, small = (dict(cut.leaves(to_tree(x.recipe))) for x in (pair.full, pair.layout.plan))
+    other = {key for key in full | small if full.get(key, ...) != small.get(key, ...)}
+    assert {line.partition(":")[0] for line in pair.shrunk} == {k for k in other if not k.startswith("assumptions.")}
+    assert {"optim.lr: 0.0003 -> 0.01", "feature.fp8.recipe: tensorwise -> none"} <= {*pair.shrunk}
+    for was in ("true", "false"):
+        words = (f"feature.distributed_optimizer.reshardable={was}",)
+        said = cut.pair(load("nam56r_native_dp", words), "cpu", 2).unproven
+        assert any("reshardable: true in place of false" in line for line in said) is (was == "false")
+
+
 def test_an_unsharded_optimizer_is_cut_too():
     whole = [f"feature.distributed_optimizer.{key}=false" for key in ("enabled", "overlap_param_gather")]
     pair = cut.pair(load("nam56r_native_dp", [*whole, "optim.clip_grad=0.0"]), "cpu", 2)
@@ -583,6 +595,9 @@ def test_what_noise_alone_may_do_is_not_counted_as_proven():
     found = proof.Proof(cut.pair(load("nam56r"), "cpu", 1), "cpu", 1, FP32, (part,))
     assert blunt.agrees and found.word == proof.PROVEN
     assert found.unproven[-1].startswith("1 gradients of step 2: rounding alone")
+    counted = replace(found, parts=(part, proof.Part(proof.START, (row(compare.NORM, 0.0),))))
+    told = [[s for s in proof_.unproven if s.startswith("optim.clip_grad")] for proof_ in (found, counted)]
+    assert [len(said) for said in told] == [1, 0], "under Megatron-FSDP no rank says what its norm counts"
     assert not replace(blunt, off=inf).agrees, "what is no number differs"
     for title, unproven in ((proof.START, True), (proof.AGAIN, True), (proof.RESUMED, False)):
         told = replace(found, parts=(replace(part, title=title),)).unproven
@@ -773,6 +788,25 @@ def other_bits(backward: bool) -> None:
         return output, *rest
 
     MoELayer.forward = elsewhere
+
+
+@pytest.mark.parametrize(
+    "other", [[[3.0, 4.0], [1.0, 2.0]], [[1.0, 2.0], [4.0, 3.0]], [[1.0, 2.0], [3.0, 3.0]]], ids=str
+)
+def test_bits_in_another_place_are_other_bits(monkeypatch, other):
+    """And so are two that are equal in the place of two others that are."""
+
+    def bits(values):
+        found, model = {}, torch.nn.Identity()
+        monkeypatch.setattr(worker, "_modules", lambda _: [("layer", model)])
+        hooks = [*worker._passing(model, found)]
+        model(torch.tensor(values, requires_grad=True)).backward(torch.tensor(values))
+        assert hooks and len(found) >= 2
+        return {name: value.item() for name, value in found.items()}
+
+    mine, theirs = bits([[1.0, 2.0], [3.0, 4.0]]), bits(other)
+    assert mine == bits([[1.0, 2.0], [3.0, 4.0]]) and all(mine[name] != theirs[name] for name in mine)
+    assert bits([[1.0, 1.0]]) != bits([[2.0, 2.0]])
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
