@@ -38,7 +38,7 @@ HERE = Path()
 NEXT = "`schedule.changes=[{}]` makes it a next stage, saved elsewhere"
 FOREIGN_STEP = "a step belongs into the folder of its run, beside its `plan.json`"
 # Where data lies, which its content does not depend on.
-PLACED = frozenset(("data.path", "data.tokenizer"))
+PLACED, BLENDS = frozenset(("data.path", "data.tokenizer")), frozenset(("data.parts", "data.valid_parts"))
 # What the flattened state of a sharded optimizer depends on.
 SHARDED_BY = frozenset(
     f"parallel.{name}" for name in ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor")
@@ -188,7 +188,7 @@ def _another(folder: Path, lowering: Lowering, thorough: bool) -> Iterator[Probl
     for d in same.differences(before, after):
         if d.key in lowering.plan.recipe.schedule.changes:
             pass  # a stage's own
-        elif d.key in PLACED and (known or (kept and not thorough)):
+        elif _placed(d) and (known or (kept and not thorough)):
             pass  # its content is asked, wherever it lies
         elif d.key in SHARDED_BY and not _reshardable(was := same.resolved(before)):
             text = f"a checkpoint of `{d.key}` {d.before} cannot be read into {d.after}"
@@ -202,6 +202,13 @@ def _another(folder: Path, lowering: Lowering, thorough: bool) -> Iterator[Probl
                 key=d.key,
                 hint=_hint(d.key),
             )
+
+
+def _placed(d: same.Difference) -> bool:
+    """Whether only the place of data differs; of a blend all weights are the same, in their order."""
+    if d.key in BLENDS and d.before and d.after:
+        return [part["weight"] for part in d.before] == [part["weight"] for part in d.after]
+    return d.key in PLACED
 
 
 def another_data(known: Mapping[str, str], data: Data) -> Iterator[Problem]:
@@ -293,7 +300,7 @@ def foreign(step: Path) -> Iterator[str]:
         yield from (f"is of another model: {problem.message}" for problem in same.another_model(*plans))
         return
     for d in same.differences(*plans):
-        if d.computes and d.key not in PLACED:
+        if d.computes and not _placed(d):
             yield f"is of another run: `{d.key}` is {_shown(d.before)} in its `{PLAN}`, and {_shown(d.after)} in the run's"
     for name, said in ((DATA, "was trained on other data"), (ORIGIN, "began with other weights")):
         its, runs = (identity.stored(at / name) for at in (step, beside))

@@ -464,6 +464,14 @@ def test_datasets_of_others_are_known_by_their_content(tmp_path):
     parts = f"data.parts=[{{weight: 1, path: {tmp_path}/a}},{{weight: 2, path: {tmp_path}/b}}]"
     checkpoint.sign(lowered(*save, "data=blend", parts))
     assert said(*save, "data=blend", parts) == []
+    for end in ("bin", "idx"):
+        (tmp_path / f"moved.{end}").write_bytes((tmp_path / f"a.{end}").read_bytes())
+    moved = parts.replace(f"{tmp_path}/a", f"{tmp_path}/moved")
+    assert said(*save, "data=blend", moved) == []
+    assert list(resume.another(tmp_path / "ckpt", lowered(*save, "data=blend", moved), thorough=False)) == []
+    assert len(said(*save, "data=blend", moved.replace("weight: 2", "weight: 3"))) == 1
+    swapped = f"data.parts=[{{weight: 1, path: {tmp_path}/b}},{{weight: 2, path: {tmp_path}/a}}]"
+    assert said(*save, "data=blend", swapped) == ["`part1.bin` and `part2.bin` have another hash"]
     apart = (f"data.parts=[{{weight: 1, path: {tmp_path}/a}}]", f"data.valid_parts=[{{weight: 1, path: {tmp_path}/b}}]")
     apart += ("data.split=null", "schedule.eval_steps=1")
     checkpoint.sign(lowered(*save, "data=blend", *apart))
