@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hosts import Hosts
 from launch.record import compare, receipts, report
 from nam_megatron.compile.lower import translate
 from nam_megatron.errors import Refused
@@ -52,6 +53,19 @@ def test_ten_steps_from_the_launcher_to_the_page(short):
     regime = said["lineage"]["regime"]
     assert "1 x 2 CPU ranks" in regime and "norm_kernels=torch" in regime and "tokens/s/CPU rank" in done.stderr
     assert "GPUs" not in page and "h200" not in page and "<td>transformer_engine</td>" not in page
+
+
+def test_two_hosts_train_what_one_does_and_neither_outlives_the_other(tmp_path):
+    words = ["conf=nam56r_smoke", "cluster=cpu", "schedule.global_batch_size=4", *SMALL]
+    six = [*words, "schedule.train_steps=6", "schedule.decay_steps=6"]
+    with Hosts(tmp_path / "two", 2, 0, six) as two, Hosts(tmp_path / "one", 1, 0, [*six, "cluster.gpus_per_node=2"]) as one:
+        assert two.ended() == [0, 0] and one.ended() == [0]
+        found, expected = ({n: (s["lm loss"], s["grad norm"]) for n, s in of.steps().items()} for of in (two, one))
+    assert len(found) == 6 and found == expected
+    with Hosts(tmp_path / "lost", 2, 0, [*words, "schedule.train_steps=100000"]) as lost:
+        lost.trained(2)
+        lost.lose(0 if "lm loss" in lost.logs[1].read_text() else 1)
+        assert all(lost.ended())
 
 
 def test_what_asks_for_a_gpu_is_refused_with_a_hint_that_works():

@@ -1,5 +1,5 @@
 """Two GPUs: fused MLA and DSA on two tensor ranks are what they are on one; a step as one CUDA graph, with its collectives, is the eager
-step, and no way of ending leaves a process behind.
+step, and no way of ending leaves a process behind. Halves of all GPUs that are there, as two hosts, train what one host does.
 
 Needs two GPUs and fails with one: there, leave it out by `--ignore tests/gpu/test_two_gpus.py`. tests/blocks/test_tensor_parallel.py
 runs the first program on a CPU.
@@ -15,10 +15,13 @@ import torch
 from launch.record import steps as log
 
 from .test_whole_step import POISON, STACKS, WHOLE, losses, ran
+from .trained import SMALL
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "blocks"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+from hosts import Hosts
 from measure import LAYOUTS
 from test_tensor_parallel import assert_same_on_two_ranks
 
@@ -100,3 +103,22 @@ def test_a_run_of_replays_ends_however_one_rank_does(tmp_path, how):
     assert not code and sorted(log.read(text.splitlines()).steps) == [1, 2, 3, 4, 5], text[-3000:]
     code, text = ran(tmp_path / "rest", "nam56r_native_dp_fused", TWO, *WHOLE, *save, f"schedule.load={tmp_path}/ckpt")
     assert not code and sorted(log.read(text.splitlines()).steps) == [6], text[-3000:]
+
+
+@pytest.mark.parametrize(("preset", "words"), STACKS)
+def test_halves_of_the_gpus_as_two_hosts(tmp_path, preset, words):
+    """They train what one host does. If one is lost, the other waits as long as its recipe says, and ends."""
+    half = torch.cuda.device_count() // 2
+    words = [f"conf={preset}", *words, *SMALL, "schedule.micro_batch_size=1", f"cluster.gpus_per_node={half}"]
+    six = [*words, "precision.deterministic=true", "schedule.train_steps=6", "schedule.decay_steps=6", "optim.warmup_steps=0"]
+    found = []
+    for name, hosts, gpus in (("two", 2, half), ("one", 1, 2 * half)):
+        with Hosts(tmp_path / name, hosts, gpus, [*six, f"cluster.gpus_per_node={gpus}"]) as run:
+            assert not any(run.ended()), run.logs[0].read_text()[-3000:]
+            found.append([(s["lm loss"], s["grad norm"]) for s in run.steps().values()])
+    assert len(found[0]) == 6 and found[0] == found[1]
+    waits = ("schedule.train_steps=100000", "schedule.timeout_minutes=4", "schedule.steady_timeout_seconds=20")
+    with Hosts(tmp_path / "lost", 2, half, [*words, *waits]) as lost:
+        lost.trained(2)
+        lost.lose(0 if lost.logs[1].read_text().count("lm loss") else 1)
+        assert all(lost.ended())
