@@ -484,7 +484,11 @@ def test_a_pipe_is_refused_where_a_file_is_read(tmp_path, bpe, capsys):
         ).plan
         assert f"`{tokens}/{name}` is a pipe, and no file" in [problem.message for problem in unfit_data(plan)]
         shutil.rmtree(tokens)
+    capsys.readouterr()
+    (tree / "to_folder").symlink_to(tmp_path)
+    (tree / "to_text.txt").symlink_to(tree / "00.h")  # not asked for
     assert run(*build_, bpe) == 0
+    assert f"> 2 links in `{tree}` not followed, as `{tree}/linked.h`\n" in capsys.readouterr().err
     (tmp_path / "set" / manifest.NAME).unlink()
     os.mkfifo(tmp_path / "set" / manifest.NAME)
     assert "manifest.json` is a pipe, and no file" in refusal(capsys, "check", tmp_path / "set")

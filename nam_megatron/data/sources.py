@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,7 +11,7 @@ from stat import S_ISLNK, S_ISREG
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from nam_megatron.data.manifest import digest
-from nam_megatron.errors import Problem, Refused, raise_if
+from nam_megatron.errors import Problem, Refused, counted, raise_if
 from nam_megatron.words.regular import closed, irregular
 
 if TYPE_CHECKING:
@@ -62,6 +63,9 @@ def source(path: Path, field: str, suffixes: tuple[str, ...]) -> Source:
             raise Refused(
                 Problem(f"no file in `{path}` ends in {' or '.join(tree.suffixes)}", hint="another `--suffix`")
             )
+        passed = [found for folder, _, names in path.walk() for name in names if (found := folder / name).is_symlink()]
+        if passed := sorted(link for link in passed if link.is_dir() or link.name.endswith(tree.suffixes)):
+            sys.stderr.write(f"> {counted(len(passed), 'link')} in `{path}` not followed, as `{passed[0]}`\n")
         return tree
     raise_if(irregular((path,)))
     if not path.is_file():
