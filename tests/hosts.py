@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
+from ports import free_port
 
 from launch.record import steps
-from ports import free_port
 
 
 class Hosts:

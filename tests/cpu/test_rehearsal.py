@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-
 from hosts import Hosts
+
 from launch.record import compare, receipts, report
 from nam_megatron.compile.lower import translate
 from nam_megatron.errors import Refused
@@ -58,7 +58,10 @@ def test_ten_steps_from_the_launcher_to_the_page(short):
 def test_two_hosts_train_what_one_does_and_neither_outlives_the_other(tmp_path):
     words = ["conf=nam56r_smoke", "cluster=cpu", "schedule.global_batch_size=4", *SMALL]
     six = [*words, "schedule.train_steps=6", "schedule.decay_steps=6"]
-    with Hosts(tmp_path / "two", 2, 0, six) as two, Hosts(tmp_path / "one", 1, 0, [*six, "cluster.gpus_per_node=2"]) as one:
+    with (
+        Hosts(tmp_path / "two", 2, 0, six) as two,
+        Hosts(tmp_path / "one", 1, 0, [*six, "cluster.gpus_per_node=2"]) as one,
+    ):
         assert two.ended() == [0, 0] and one.ended() == [0]
         found, expected = ({n: (s["lm loss"], s["grad norm"]) for n, s in of.steps().items()} for of in (two, one))
     assert len(found) == 6 and found == expected

@@ -110,7 +110,13 @@ def test_halves_of_the_gpus_as_two_hosts(tmp_path, preset, words):
     """They train what one host does. If one is lost, the other waits as long as its recipe says, and ends."""
     half = torch.cuda.device_count() // 2
     words = [f"conf={preset}", *words, *SMALL, "schedule.micro_batch_size=1", f"cluster.gpus_per_node={half}"]
-    six = [*words, "precision.deterministic=true", "schedule.train_steps=6", "schedule.decay_steps=6", "optim.warmup_steps=0"]
+    six = [
+        *words,
+        "precision.deterministic=true",
+        "schedule.train_steps=6",
+        "schedule.decay_steps=6",
+        "optim.warmup_steps=0",
+    ]
     found = []
     for name, hosts, gpus in (("two", 2, half), ("one", 1, 2 * half)):
         with Hosts(tmp_path / name, hosts, gpus, [*six, f"cluster.gpus_per_node={gpus}"]) as run:
