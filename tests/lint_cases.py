@@ -323,7 +323,7 @@ LATER = {
     "context-attention", "dsa-latent-norm", "dsa-reuse-cut", "dsa-reuse-source", "dsa-rotate", "dsa-sequence", "dsa-stage-without-indexer",
     "dsa-untrained-overlap", "dsa-without-mla", "fp8-mamba-width", "fsdp-pipeline", "layer-frequency", "moe-sequence",
     "companion-later", "dropout-range", "moe-grouped-bias", "moe-mtp-metrics", "moe-probs-on-input", "moe-stage-without-experts",
-    "moe-top-k", "pattern-without-experts", "recompute-mtp",
+    "moe-top-k", "pattern-without-experts", "recompute-mtp", "restart-strict",
     "padded-vocab-short", "rope-columns", "schedule", "window-size", "wrong-chip",
 }  # fmt: skip
 NEEDS_CUDA = {"dsa-kernel-declines"}

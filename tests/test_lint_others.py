@@ -506,6 +506,7 @@ def test_no_recipe_says_what_to_do_about_it(text, hint):
         ("recompute_granularty: full", {"misspelt-field"}),
         ("expert_model_paralel_size: 4", {"misspelt-field"}),
         ("num_layer: 4", {"misspelt-field"}),
+        ("ep_comm_overlap: true", set()),
         ("reduce_scatter_with_fp32_accumulation: true", set()),
         ("pad_buckets_for_high_nccl_busbw: true", set()),
         ("data_paths: [a]", set()),

@@ -116,8 +116,8 @@ def _pieces(report: "Report") -> dict[str, list[str]]:
     labels = list(plain)
     for _, way in (way for ways in forks for way in ways):
         for before, label in pairwise(["", *way]):
-            if label not in labels:
-                labels.insert(labels.index(before) + 1 if before else 0, label)
+            if label not in labels and way[label] != ["?"]:
+                labels.insert(labels.index(before) + 1 if before in labels else 0, label)
     found = {}
     for label in labels:
         pieces, hangs = plain.get(label, ["none"]), False

@@ -418,4 +418,9 @@ def nearly(field: str, target: Target) -> bool:
     close = closest(name, target)
     if close is None or name == f"{close}s" or field in _unflagged(target):  # `data_paths`, a list of the program's own
         return False
+    pairs = zip(re.split("-+", name), re.split("-+", close), strict=False)
+    if any(
+        one != other and max(len(one), len(other)) < 3 for one, other in pairs
+    ):  # `ep_comm_overlap` is of another thing
+        return False
     return difflib.SequenceMatcher(None, name, close).ratio() >= MISSPELT

@@ -379,6 +379,10 @@ def _gpus(launcher: tuple[str, ...], text: str, variables: Mapping[str, str | li
         each = count("--nproc[-_]per[-_]node", words)
         nodes = count("--nnodes", words) if "--nnodes" in words else 1
         return each * nodes if each and nodes else None
+    if re.match(r"(\S*/)?torchrun\b", words) and not follow.holes(
+        words
+    ):  # which asks its own environment, and no variable of the script
+        return None
     directives = re.findall(r"^\s*#SBATCH\s+(.*)$", text, re.MULTILINE)
     slurm = " ".join([*directives, words if words.startswith("srun") else ""])
     if total := count("-n|--ntasks", slurm):

@@ -156,6 +156,8 @@ class Args:
         # Or words that are not here have the model, and so may have anything.
         hidden = any(t.rule == "unknown-variable" for t in self.trouble) and not self.said("hidden_size")
         self.elsewhere |= (hidden and launch.plan is None) or self.of_no_training
+        if self.of_flagscale:  # whose parser takes 1000000.0 for a whole number
+            self.trouble = [t for t in self.trouble if t.detail != WHOLE or self._no_size(t)]
         if self.elsewhere:  # its parser takes other values under the same names
             own = ("unknown-flag", "removed-flag") if launch.kind == "yaml" else ()
             self.foreign += [t.about for t in self.trouble if t.rule in own]
@@ -398,7 +400,8 @@ class Args:
         elif (named := self.target.by_dest.get(name[2:].replace("-", "_"))) and MEGATRONS.fullmatch(
             self.launch.script or ""
         ):
-            # Megatron keeps it under this name, and its flag has another: no script adds it again.
+            # Megatron keeps it under this name, and its flag has another: no script adds it again. What it would say is open.
+            self.given[named.dest].append((name, Open(()), name))
             self.trouble.append(Trouble("unknown-flag", name, f"the flag is `{named.name}`", f"use `{named.name}`"))
         else:
             close = closest(name, self.target)
