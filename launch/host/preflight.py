@@ -105,11 +105,11 @@ def shared(context: Context) -> dict[str, Any]:
 
 def software(environ: Mapping[str, str], lock: stack.Lock, plan: Plan) -> Look:
     with ThreadPoolExecutor(1) as pool:
-        tree = pool.submit(stack.megatron)
+        tree, compiled = pool.submit(stack.megatron), pool.submit(lambda: [*stack.bytecode_of_megatron()])
         imported = stack.probe(lock, environ)
         finding, state = tree.result()
     installed = stack.versions(lock)
-    found = [*stack.findings(lock, installed, imported), *stack.asked(plan, installed), finding]
+    found = [*stack.findings(lock, installed, imported), *stack.asked(plan, installed), finding, *compiled.result()]
     known = {k: v for k, v in imported.get("torch", {}).items() if k != "error"}
     return found, {"versions": installed, "torch": known, "megatron": state}
 

@@ -1,5 +1,6 @@
 """The software of a training host: locked in stack.toml, compared with what is installed, and asked what it was built for."""
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -221,14 +222,20 @@ def _foreign(why: str) -> bool:
     )
 
 
-def bytecode(root: Path = PACKAGE.parent) -> Iterator[Finding]:
+def bytecode(root: Path = PACKAGE.parent, packages: Sequence[str] = (PACKAGE.name,)) -> Iterator[Finding]:
     """Whether Python would run the code whose hash a receipt has."""
-    if found := stale(root, PACKAGE.name):
+    if found := stale(root, *packages):
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         said = f"`{found[0]}`{more} changed without a new time: Python would run what it had compiled before"
-        yield Finding(
-            "bytecode", "fail", said, f"`touch` it, or remove each `__pycache__` below `{root / PACKAGE.name}`"
-        )
+        hint = f"`touch` it, or remove each `__pycache__` below `{root / found[0].parts[0]}`"
+        yield Finding("bytecode", "fail", said, hint)
+
+
+def bytecode_of_megatron() -> Iterator[Finding]:
+    """The same of Megatron's, which takes seconds where an installer has linked its files: they may all have changed since."""
+    with contextlib.suppress(Refused):  # `megatron` says it
+        queue = patches.find("megatron-core")
+        yield from bytecode(patches.installed(queue), queue.packages)
 
 
 def megatron() -> tuple[Finding, str | None]:

@@ -210,23 +210,25 @@ def test_what_python_runs_at_its_start_is_known_by_its_code(tmp_path, monkeypatc
     assert len(set(seen)) == len(seen) and compare.executes("host.versions.startup") is False
 
 
-def test_code_that_changed_without_a_new_time_is_told(tmp_path):
+@pytest.mark.parametrize("name", ["nam_megatron.a", "megatron.core.a"])
+def test_code_that_changed_without_a_new_time_is_told(name, tmp_path, monkeypatch):
     """Python itself runs the old one."""
-    path, said = tmp_path / "nam_megatron" / "a.py", []
-    path.parent.mkdir()
+    path, said = tmp_path / f"{name.replace('.', '/')}.py", []
+    path.parent.mkdir(parents=True)
     (path.parent / "__init__.py").write_text("")
+    monkeypatch.setattr(patches, "installed", lambda queue: tmp_path)
 
     def runs() -> str:
         return subprocess.run(
-            [sys.executable, "-c", "import nam_megatron.a"], cwd=tmp_path, env={}, capture_output=True
+            [sys.executable, "-c", f"import {name}"], cwd=tmp_path, env={}, capture_output=True
         ).stdout.decode()
 
     for text, when in (("1", 1e9), ("2", 1e9), ("3", 2e9)):
         path.write_text(f"print({text})\n")
         os.utime(path, (when, when))
-        said.append((runs(), [f.message for f in stack.bytecode(tmp_path)]))
+        said.append((runs(), [f.message for f in (*stack.bytecode(tmp_path), *stack.bytecode_of_megatron())]))
     assert [shown for shown, _ in said] == ["1\n", "1\n", "3\n"]
-    assert [len(found) for _, found in said] == [0, 1, 0] and "`nam_megatron/a.py` changed" in said[1][1][0]
+    assert [len(found) for _, found in said] == [0, 1, 0] and f"`{path.relative_to(tmp_path)}` changed" in said[1][1][0]
 
 
 def test_which_megatron_would_be_imported(queue, unpacked, monkeypatch):

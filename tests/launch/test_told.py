@@ -360,6 +360,7 @@ def of_looks() -> Iterator[str]:
         patch.setattr(stack, "versions", lambda lock: {"torch": "2"})
         patch.setattr(stack, "probe", lambda lock, env: {"torch": {"cuda": "13", "error": "x"}, "env": env})
         patch.setattr(stack, "megatron", lambda: ("finding", "patched"))
+        patch.setattr(stack, "bytecode_of_megatron", lambda: [])
         patch.setattr(stack, "findings", lambda lock, installed, imported: [installed, imported])
         yield str(preflight.software({"E": "1"}, stack.load(), SimpleNamespace(packages=())))
     with pytest.MonkeyPatch.context() as patch:
