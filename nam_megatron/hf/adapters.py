@@ -5,7 +5,6 @@ refused by name, so that none is lost.
 """
 
 import contextlib
-import json
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from nam_megatron.blocks.exported import Tensor
 from nam_megatron.compile.plan import Plan
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.hf.distributed import DTYPES, Checkpoint
-from nam_megatron.judge.resume import BEGAN, SIGNED, foreign
+from nam_megatron.judge import resume
 from nam_megatron.runtime import checksums
 
 IN, OUT = ".adapter.linear_in.weight", ".adapter.linear_out.weight"
@@ -22,13 +21,13 @@ IN, OUT = ".adapter.linear_in.weight", ".adapter.linear_out.weight"
 
 def based(step: Path, pretrained: Path) -> Path:
     """The step in `pretrained` that adapters were trained on, whatever was saved there since. Raises Refused."""
-    told = step.parent / SIGNED / BEGAN
-    try:
-        name, sums = json.loads(told.read_text(encoding="utf-8"))["schedule.pretrained"].split()
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        message = f"`{told}` does not say which weights these adapters were trained on"
-        raise Refused(Problem(message, hint="it lies in the folder of the run that trained them")) from None
-    base = pretrained / Path(name).name
+    told = resume.step_and_sums(resume.began(step.parent).get("schedule.pretrained"))
+    if told is None:
+        place = step.parent / resume.SIGNED / resume.BEGAN
+        message = f"`{place}` does not say which weights these adapters were trained on"
+        raise Refused(Problem(message, hint="it lies in the folder of the run that trained them"))
+    name, sums = told
+    base = pretrained / name
     with contextlib.suppress(OSError):
         if checksums.whole(base) == sums:
             return base
@@ -53,7 +52,7 @@ class Merged(Checkpoint):
             )
         base = based(step, Path(pretrained))
         raise_if(Problem(f"checkpoint `{base}` is damaged: {what}") for what in checksums.damage(base))
-        raise_if(Problem(f"checkpoint `{base}` {why}") for why in foreign(base))
+        raise_if(Problem(f"checkpoint `{base}` {why}") for why in resume.foreign(base))
         super().__init__(base)
         self.step = step  # whose export it is
         self.adapters, self.scale, self.rank = Checkpoint(step), lora.alpha / lora.rank, lora.rank

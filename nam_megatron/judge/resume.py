@@ -60,6 +60,26 @@ def seen(look: Callable[..., Iterator[Problem]]) -> Callable[..., Iterator[Probl
     return looked
 
 
+def began(folder: Path) -> dict[str, Any]:
+    """What BEGAN says of the run that saves into `folder`; nothing where it cannot be read."""
+    try:
+        said = json.loads((folder / SIGNED / BEGAN).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def in_a_word(step: Path, sums: str) -> str:
+    """A step of a pretrained checkpoint and the hash of its checksums, as BEGAN has them."""
+    return f"{step.name} {sums}"
+
+
+def step_and_sums(word: object) -> tuple[str, str] | None:
+    """The same, read; None where it is no such word."""
+    parts = word.split() if isinstance(word, str) else ()
+    return (Path(parts[0]).name, parts[1]) if len(parts) == 2 else None
+
+
 @seen
 def early(lowering: Lowering, root: Path, bridge: bool) -> Iterator[Problem]:
     """What of `objections` small files alone tell, before anything starts. root: where relative paths begin. bridge: who will train."""

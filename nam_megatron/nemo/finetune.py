@@ -217,7 +217,7 @@ def forget(recipe: Recipe) -> None:
 def _began(recipe: Recipe) -> dict[str, str]:
     folder = Path(recipe.schedule.pretrained or "")
     step = tracker.newest(folder)
-    found = {"schedule.pretrained": f"{step.name} {_digest(step / checksums.NAME)}"}
+    found = {"schedule.pretrained": resume.in_a_word(step, _digest(step / checksums.NAME))}
     if recipe.data.sft:
         found[recipe.data.key] = " ".join(_digest(Path(folder) / SAMPLES) for folder in recipe.data.folders)
     return found
@@ -229,10 +229,10 @@ def _digest(path: Path) -> str:
 
 def resumed(recipe: Recipe) -> Iterator[Problem]:
     """Whether a run goes on from other weights or with other samples than it began with."""
-    began = Path(recipe.schedule.load or "") / guards.SIGNED / resume.BEGAN
-    if recipe.schedule.load is None or not began.is_file():
+    folder = Path(recipe.schedule.load or "")
+    if recipe.schedule.load is None or not (folder / guards.SIGNED / resume.BEGAN).is_file():
         return
-    before = json.loads(began.read_text(encoding="utf-8"))
+    before = resume.began(folder)
     for key, now in _began(recipe).items():
         if before.get(key) != now:
             yield Problem(

@@ -37,7 +37,7 @@ from nam_megatron.hf import export as exports
 from nam_megatron.hf.adapters import based
 from nam_megatron.hf.families import config
 from nam_megatron.hf.folder import INDEX
-from nam_megatron.judge.resume import BEGAN, SIGNED
+from nam_megatron.judge.resume import BEGAN, SIGNED, in_a_word
 from nam_megatron.lint import lint, recipe
 from nam_megatron.runtime import checksums
 
@@ -792,9 +792,8 @@ def adapters(at: Path, made, *strangers: str) -> tuple[Path, dict[str, torch.Ten
 def begun_with(at: Path, weights: Path) -> Path:
     """A folder for adapters that were trained on an imported model."""
     (at / SIGNED).mkdir(parents=True)
-    (at / SIGNED / BEGAN).write_text(
-        json.dumps({"schedule.pretrained": f"release {checksums.whole(weights / 'release')}"})
-    )
+    word = in_a_word(weights / "release", checksums.whole(weights / "release"))
+    (at / SIGNED / BEGAN).write_text(json.dumps({"schedule.pretrained": word}))
     return at
 
 
