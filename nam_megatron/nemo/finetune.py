@@ -198,7 +198,8 @@ def sign(recipe: Recipe) -> None:
     s = recipe.schedule
     if s.save is None or s.pretrained is None:
         return
-    write_whole(Path(s.save) / guards.SIGNED / resume.BEGAN, json.dumps(_began(recipe), indent=1) + "\n")
+    with checkpoint.writing(folder := Path(s.save) / guards.SIGNED):
+        write_whole(folder / resume.BEGAN, json.dumps(_began(recipe), indent=1) + "\n")
 
 
 def forget(recipe: Recipe) -> None:

@@ -235,20 +235,32 @@ def alone(folder: Path) -> None:
     SAVING[folder.resolve()] = lock
 
 
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Raises Refused where what is written beside the checkpoints to come cannot be."""
+    try:
+        yield
+    except OSError as err:
+        message = f"cannot write to `{folder}`: {err.strerror}"
+        raise Refused(Problem(message, key="schedule.save", hint="make room there, and let this user write")) from None
+
+
 def sign(lowering: Lowering, within: str = "") -> None:
     """Write beside the checkpoints to come what computes them, or into the folder `within` there. Raises Refused."""
     recipe = lowering.plan.recipe
     if recipe.schedule.save is None:
         return
     folder = Path(recipe.schedule.save) / within
-    folder.mkdir(parents=True, exist_ok=True)
-    alone(Path(recipe.schedule.save))
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        alone(Path(recipe.schedule.save))
     texts = {PLAN: plan_json(lowering)} | origin(recipe, folder)
     SAID[recipe.data] = data = identity.tree(recipe.data)
     if data:
         texts[DATA] = json.dumps(data, indent=1) + "\n"
-    for name, text in texts.items():
-        write_whole(folder / name, text)
+    with writing(folder):
+        for name, text in texts.items():
+            write_whole(folder / name, text)
     checksums.bind(texts)
 
 

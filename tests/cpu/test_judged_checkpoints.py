@@ -712,6 +712,20 @@ def test_a_plan_is_signed_whole_or_not_at_all(tmp_path):
     assert signed == {"train.bin": "1", "train.idx": "1"}
 
 
+@pytest.mark.parametrize("failing", ["mkdir", "write_whole"])
+def test_a_folder_that_cannot_be_written_is_about_the_key_that_names_it(tmp_path, monkeypatch, failing):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(*((Path, "mkdir") if failing == "mkdir" else (checkpoint, "write_whole")), full)
+    with pytest.raises(Refused) as refused:
+        checkpoint.sign(lowered(f"schedule.save={tmp_path}", "schedule.save_interval=2"))
+    (problem,) = refused.value.problems
+    assert (
+        problem.key == "schedule.save" and problem.message == f"cannot write to `{tmp_path}`: No space left on device"
+    )
+
+
 def test_where_a_run_may_save(tmp_path):
     """Into its own folder, and into one that holds no run."""
     (tmp_path / "ckpt").mkdir()
