@@ -2,9 +2,12 @@
 
 import importlib.util
 import re
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
+from megatron.core._rank_utils import safe_get_rank, safe_get_world_size
 from megatron.training import global_vars
 
 from nam_megatron.compile.plan import Plan
@@ -21,9 +24,17 @@ PACKAGES = {"tensorboard": "tensorboard", "wandb_project": "wandb", "mlflow": "m
 
 
 def objections(plan: Plan) -> Iterator[Problem]:
-    """What is asked for and not installed here."""
+    """What is asked for and not installed here, or where the rank that writes it may not."""
+    feature = plan.recipe.feature.tracking
+    for key in ("tensorboard", "wandb_dir"):
+        if (folder := getattr(feature, key, None)) and safe_get_rank() == safe_get_world_size() - 1:
+            try:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=folder).close()
+            except OSError as err:
+                hint = "make room there, let this user write, or null the key"
+                yield Problem(f"cannot write to `{folder}`: {err.strerror}", key=f"feature.tracking.{key}", hint=hint)
     for key, package in PACKAGES.items():
-        feature = plan.recipe.feature.tracking
         if feature is not None and getattr(feature, key) and importlib.util.find_spec(package) is None:
             hint = f"{adding('tracking')} on the training host, or null the key"
             yield Problem(

@@ -109,8 +109,9 @@ def test_wandb_and_mlflow_are_given_the_same(tmp_path):
 
 
 @pytest.mark.parametrize(("key", "package"), tracking.PACKAGES.items())
-def test_a_writer_that_is_not_installed_is_refused(monkeypatch, key, package):
+def test_a_writer_that_is_not_installed_is_refused(monkeypatch, tmp_path, key, package):
     """Megatron prints a warning and writes nothing."""
+    monkeypatch.chdir(tmp_path)
     more = {"wandb_project": ("tensorboard=t", "wandb_name=n", "wandb_dir=d"), "mlflow": ("mlflow_experiment=e",)}.get(
         key, ()
     )
@@ -119,6 +120,16 @@ def test_a_writer_that_is_not_installed_is_refused(monkeypatch, key, package):
     with pytest.raises(Refused, match=f"`{package}` is not installed") as refused:
         raise_if(tracking.objections(plan))
     assert refused.value.problems[0].key == f"feature.tracking.{key}"
+
+
+def test_a_folder_that_its_writer_cannot_write_to_is_refused(monkeypatch, tmp_path):
+    """The last rank alone writes; Megatron ended with a traceback."""
+    (tmp_path / "file").touch()
+    plan = translate(load("nam56r_smoke", [f"feature.tracking.tensorboard={tmp_path}/file/x"])).plan
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, told in (("0", []), ("1", [f"cannot write to `{tmp_path}/file/x`: Not a directory"])):
+        monkeypatch.setenv("RANK", rank)
+        assert [p.message for p in tracking.objections(plan) if p.key == "feature.tracking.tensorboard"] == told
 
 
 @pytest.mark.parametrize(
