@@ -171,8 +171,13 @@ def ends(folder: Path, tokenizer: Tokenizer) -> list[int]:
     """Ids that end a generated text: `eos`, and what the model was published with beside it."""
     own, said = named(folder, tokenizer)["eos"], _config(folder).get(ENDS)
     for path in (folder / "generation_config.json", folder / "config.json"):
-        if said is None and path.is_file():
-            said = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        raise_if(irregular((path,)))
+        try:
+            if said is None and path.exists():
+                said = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError, RecursionError) as err:
+            hint = "get it again, or take it away: it says which tokens end a text"
+            raise Refused(Problem(f"`{path}` cannot be understood: {err}", hint=hint)) from None
     said = said if isinstance(said, list) else [said]
     found = [end for end in said if type(end) is int and 0 <= end < tokenizer.get_vocab_size()]
     return found if own in found else [own, *found]

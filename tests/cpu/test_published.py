@@ -156,6 +156,10 @@ def test_every_token_that_ends_a_text_comes_back(copied, tmp_path, file, said, a
         assert transformers.GenerationConfig.from_pretrained(back).eos_token_id == all_of
         assert published.keys(back)["eos_token_id"] == 2
         source = back
+    for text in ("[]", "{", "\0"):
+        (copied[0] / "generation_config.json").write_text(text)
+        with pytest.raises(Refused, match=r"generation_config.json` cannot be understood"):
+            native.load(copied[0], plan, tmp_path / "three", False, silent)
     exports.export(weights, tmp_path / "ours", None, silent)
     assert json.loads((tmp_path / "ours" / "generation_config.json").read_text())["eos_token_id"] == all_of
     assert generate._tokenizer(SimpleNamespace(tokenizer=None, path=weights), True)[1] == all_of
