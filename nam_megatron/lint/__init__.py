@@ -18,10 +18,8 @@ from nam_megatron.lint.rules.parser import left_open, own
 from nam_megatron.lint.values import Args
 from nam_megatron.targets import Target, current
 
-MOST, LONG = (
-    48,
-    2_000,
-)  # readings of one text; of Python fewer, by its characters, for each takes a second of a long one
+MOST = 48  # readings of one text
+LONG = 2_000  # characters, each of which costs as many again: a long text of Python takes a second a reading
 
 
 @dataclass(frozen=True)
