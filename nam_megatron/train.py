@@ -79,16 +79,17 @@ def split(words: Sequence[str]) -> tuple[Path, tuple[str, ...]]:
 def objections(job: Job, argv: Sequence[str], environ: Mapping[str, str]) -> Iterator[Problem]:
     """What speaks against running `job` in this process, as far as it can be told without importing torch."""
     cluster, world = job.plan.recipe.cluster, job.plan.recipe.world_size
-    if not {RANK, WORLD_SIZE, LOCAL} <= environ.keys():
+    each = cluster.gpus_per_node  # Slurm alone does not say how many a host has
+    if not {RANK, WORLD_SIZE} <= environ.keys():
         processes = f"{world} process{'es' * (world != 1)}"
         yield Problem(
             "this process was not started by torchrun", hint=f"start {processes} with torchrun", law="torchrun-missing"
         )
-    elif (found := (int(environ[WORLD_SIZE]), int(environ[LOCAL]))) != (world, cluster.gpus_per_node):
-        total = f"{found[0]} processes, and the plan is for {world}"
-        each = f"{found[1]} processes on a host, and the plan is for {cluster.gpus_per_node}"
-        hint = f"start {cluster.nodes} x {cluster.gpus_per_node} processes, or translate again with another `cluster`"
-        yield Problem(total if found[0] != world else each, key="cluster", hint=hint, law="processes-against-plan")
+    elif (total := int(environ[WORLD_SIZE])) != world or int(environ.get(LOCAL, each)) != each:
+        hint = f"start {cluster.nodes} x {each} processes, or translate again with another `cluster`"
+        said, wanted, where = (total, world, "") if total != world else (environ[LOCAL], each, " on a host")
+        message = f"{said} processes{where}, and the plan is for {wanted}"
+        yield Problem(message, key="cluster", hint=hint, law="processes-against-plan")
     if environ.get(OPTIMIZE):
         why = "what Megatron asserts of a model would not be checked"
         yield Problem(f"{OPTIMIZE} is set: {why}", hint=f"unset {OPTIMIZE}", law="asserts-off")
@@ -282,7 +283,7 @@ def carried_out(job: Job, words: Sequence[str], started: float, before: Callable
     if before is not None:
         before()
     try:
-        raise_if([*job.plan.bridges_alone, *checkpoint.objections(job.lowering, thorough=checkpoint.reads())])
+        raise_if([*job.plan.bridges_alone, *checkpoint.objections(job.lowering, thorough=not rank)])
         raise_if(tracking.objections(job.plan))
         if not rank:
             for note in checkpoint.untold_of(job.plan.recipe):  # before what it is asked of is written anew

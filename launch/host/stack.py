@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import re
 import shlex
@@ -210,7 +211,9 @@ def asked(plan: Plan, installed: Mapping[str, str | None]) -> Iterator[Finding]:
     for problem in found:
         yield Finding("lock", "fail", problem.message, problem.hint or "")
     for name, what in needed.items():
-        if name not in (*installed, *packages.FLASH_PACKAGES) and packages.installed(name) is None:
+        if name not in (*installed, *packages.FLASH_PACKAGES) and not (
+            packages.installed(name) or importlib.util.find_spec(name.replace("-", "_"))
+        ):
             said = f"{name} is not installed, and {what} needs it"
             yield Finding("lock", "fail", said, f"`{packages.PIP} install {name}`")
 

@@ -67,6 +67,11 @@ def one_volume(a: Mount, b: Mount) -> bool:
     return a.device == b.device or (a.source == b.source and a.source.startswith("/dev/"))
 
 
+def _folder(address: str | None) -> str | None:
+    """Where MLflow keeps what it is told, if that is a folder: `databricks` is an address, and so is what has another scheme."""
+    return address.removeprefix("file://") if address and "/" in address else None
+
+
 def places(recipe: Recipe, checkout: Path, environ: Mapping[str, str]) -> list[Place]:
     """Every folder that the run would write to, and its data. environ: the run's, overlay included."""
     storage, schedule = recipe.cluster.storage, recipe.schedule
@@ -74,7 +79,7 @@ def places(recipe: Recipe, checkout: Path, environ: Mapping[str, str]) -> list[P
     kept |= {f"data {number}": part.path for number, part in enumerate(recipe.data.mixed, 1)}
     beside = {"tokenizer": recipe.data.tokenizer, "order of samples": recipe.data.cache}
     t = recipe.feature.tracking
-    told = {"TensorBoard": t.tensorboard, "Weights & Biases": t.wandb_dir, "MLflow": t.mlflow} if t else {}
+    told = {"TensorBoard": t.tensorboard, "Weights & Biases": t.wandb_dir, "MLflow": _folder(t.mlflow)} if t else {}
     found = [
         Place("durable", "durable", Path(storage.durable)),
         Place("scratch", "scratch", Path(storage.scratch)),

@@ -102,7 +102,7 @@ def early(lowering: Lowering, root: Path, bridge: bool) -> Iterator[Problem]:
 def objections(lowering: Lowering, *, thorough: bool = True, root: Path = HERE) -> Iterator[Problem]:
     """Why this plan cannot go on from what it asks for, or must not save where it asks to.
 
-    thorough: hash the data; one rank of each host does that. root: where relative paths begin.
+    thorough: hash the data; of a job one rank does that. root: where relative paths begin.
     """
     schedule = lowering.plan.recipe.schedule
     if schedule.load is not None:
@@ -165,7 +165,7 @@ def occupied(lowering: Lowering, root: Path = HERE) -> Iterator[Problem]:
 def another(folder: Path, lowering: Lowering, *, thorough: bool = True) -> Iterator[Problem]:
     """Where the plan computes something else than the checkpoint's did, or the checkpoint is not of the run that its plan is of.
 
-    folder: where the plan stands. thorough: hash the data; one rank of each host does that.
+    folder: where the plan stands. thorough: hash the data; of a job one rank does that.
     """
     base = folder.parent if folder.name == SIGNED else folder
     with contextlib.suppress(Refused):

@@ -87,7 +87,9 @@ def dry(recipe: Recipe, fields: Sequence[str], typed: Sequence[str]) -> int:
         lowering = here(recipe, fields).model.lowering
         from nam_megatron.nemo import finetune, guards
 
-        raise_if([*guards.objections(lowering, thorough=False), *finetune.objections(lowering, thorough=False)])
+        raise_if(
+            [*guards.objections(lowering, thorough=False, dry=True), *finetune.objections(lowering, thorough=False)]
+        )
     r = lowering.plan.recipe
     nodes = f"--nnodes {r.cluster.nodes} --rdzv-endpoint HOST:PORT " if r.cluster.nodes > 1 else ""
     print(f"# {r.preset.name}: {r.world_size} GPUs, {r.schedule.train_steps} steps of {r.schedule.global_batch_size} sequences of "

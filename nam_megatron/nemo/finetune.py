@@ -71,7 +71,7 @@ def dataset(a: Arguments) -> Samples:
 def objections(lowering: Lowering, *, thorough: bool = True) -> Iterator[Problem]:
     """Why this plan cannot start from the weights that it names, or learn from its samples.
 
-    thorough: read the weights' files and all samples too; one rank of each host does that.
+    thorough: read the weights' files and all samples too; of a job one rank does that.
     """
     recipe = lowering.plan.recipe
     if recipe.schedule.pretrained is not None:
@@ -233,7 +233,10 @@ def resumed(recipe: Recipe) -> Iterator[Problem]:
     folder = Path(recipe.schedule.load or "")
     if recipe.schedule.load is None or not (folder / guards.SIGNED / resume.BEGAN).is_file():
         return
-    before = resume.began(folder)
+    if not (before := resume.began(folder)):
+        what = f"`{resume.BEGAN}` in `{folder / guards.SIGNED}` cannot be read: what the run began with is not known"
+        yield Problem(what, key="schedule.load", hint="put it back, or start afresh")
+        return
     for key, now in _began(recipe).items():
         if before.get(key) != now:
             yield Problem(

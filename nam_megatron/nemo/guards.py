@@ -37,13 +37,13 @@ SIGNED = resume.SIGNED
 
 
 @resume.seen
-def objections(lowering: Lowering, *, thorough: bool = True) -> Iterator[Problem]:
+def objections(lowering: Lowering, *, thorough: bool = True, dry: bool = False) -> Iterator[Problem]:
     """Why this plan cannot load what it asks for, must not save where it asks to, or cannot read its data.
 
-    thorough: see `checkpoint.damage`.
+    thorough: see `checkpoint.damage`. dry: no file is written, and this may be no training host.
     """
     s = lowering.plan.recipe.schedule
-    yield from tracking.objections(lowering.plan)
+    yield from tracking.objections(lowering.plan, dry=dry)
     yield from train.unfit_data(lowering.plan)
     if s.changes:
         hint = "Megatron's own trainer does: `nam launch run`"

@@ -69,7 +69,7 @@ def damage(folder: Path, *, thorough: bool = True) -> Iterator[Problem]:
     """What is wrong with the newest checkpoint, by its checksums and by what its index names.
 
     Nothing of it is trusted while it is looked at: whoever loads it afterwards runs no code of its own.
-    thorough: read the shards too; one rank of each host does that, and the others wait for it when they meet.
+    thorough: read the shards too; one rank does that of all hosts that share a disk, and the others wait for it when they meet.
     """
     try:
         step = tracker.newest(folder, "schedule.load")

@@ -1,5 +1,6 @@
 """Whether the hosts of a job are alike: what lies on their disks, what they run, and whether it is the chip of the plan (torch side)."""
 
+import contextlib
 import importlib.metadata
 import os
 import re
@@ -11,28 +12,61 @@ from typing import Any
 import torch
 
 from nam_megatron.data import identity
-from nam_megatron.errors import Problem, raise_if
+from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.events import source
 from nam_megatron.recipe import Recipe
 from nam_megatron.runtime import checkpoint
+from nam_megatron.words.regular import closed
 from nam_megatron.words.tree import tree_hash
 
 UNLIKE = "is not the same on every host of this job"
-# Variables by which libraries choose what they compute, but for where they keep something.
+# Variables by which libraries choose what they compute, but for where they keep something and what they print.
 CHOOSING = re.compile(
-    r"(?:NVTE|CUBLAS|CUBLASLT|CUDNN|PYTORCH|TORCHDYNAMO|TORCHINDUCTOR|TRITON|FLA|FLASH|MAMBA|QUACK|TILELANG)_"
-    r"(?!\w*(?:DIR|PATH|FILE|HOME)$)"
+    r"(?:NVTE|CUBLAS|CUBLASLT|CUDNN|PYTORCH|TORCHDYNAMO|TORCHINDUCTOR|TRITON|FLA|FLASH|MAMBA|QUACK|TILELANG|CUTE_DSL|TORCH_BLAS)_"
+    r"(?!\w*(?:DIR|PATH|FILE|FILENAME|HOME|THREADS)$|\w*(?:LOG|PRINT|DEBUG))"
+    r"|\w*_TF32\w*_OVERRIDE$|DISABLE_ADDMM_CUDA_LT$|TORCH_COMPILE_DISABLE$"
 )
 
 
 def one_for_all(models: list[Any], recipe: Recipe) -> list[Any]:
-    """In the form of Megatron's hooks. Raises Refused: this is another chip than the plan's, or, on all ranks, hosts differ."""
-    raise_if(another_chip(recipe))
+    """In the form of Megatron's hooks. Raises Refused on all ranks: one has another chip than the plan's, or hosts differ."""
+    found, files, said = [*another_chip(recipe)], None, ({}, None)
     if recipe.cluster.nodes > 1:
-        every: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(every, (on_disk(recipe), runs() if checkpoint.reads() else None))
-        raise_if(differences(every))
+        with kept(found):
+            files = judged()
+        first, *_ = agreed(found, files)
+        with kept(found):
+            if checkpoint.reads() and files != first:  # the first rank has read its own; who sees the same need not
+                found += (problem for folder in [*checkpoint.JUDGED] for problem in checkpoint.damage(folder))
+            said = on_disk(recipe), runs() if checkpoint.reads() else None
+        raise_if(differences(agreed(found, said)))
+    raise_if(found)
     return models
+
+
+@contextlib.contextmanager
+def kept(found: list[Problem]) -> Iterator[None]:
+    """What would end this rank alone, while all others wait for it, is told where they meet."""
+    try:
+        yield
+    except Refused as no:
+        found += no.problems
+    except OSError as err:
+        found.append(closed(err))
+
+
+def agreed(found: list[Problem], said: Any) -> list[Any]:
+    """What each rank says. Raises Refused on all of them if one has found something."""
+    every: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, (found, said))
+    raise_if(dict.fromkeys(problem for problems, _ in every for problem in problems))
+    return [one for _, one in every]
+
+
+def judged() -> list[tuple[str, int, int, int]]:
+    """Of the checkpoints that were looked at, all that two hosts see alike of a file if they share its disk."""
+    files = sorted(path for folder, (step, _) in checkpoint.JUDGED.items() for path in (folder / step).iterdir())
+    return [(str(path), at.st_size, at.st_mtime_ns, at.st_ino) for path in files for at in [path.stat()]]
 
 
 def another_chip(recipe: Recipe) -> Iterator[Problem]:
@@ -58,7 +92,7 @@ def on_disk(recipe: Recipe) -> dict[str, Any]:
 def runs() -> dict[str, str]:
     """The code that lies here, the versions of all packages that this process has loaded, and the variables that some of them read."""
     packages = importlib.metadata.packages_distributions()
-    loaded = sorted({name for module in packages.keys() & sys.modules for name in packages[module]})
+    loaded = sorted({name for module in packages.keys() & sys.modules for name in packages[module] if name})
     (megatron,) = {Path(path).parents[1] for path in sys.modules["megatron.core"].__path__}
     code = {"our code": source(), "Megatron's code": tree_hash(megatron, "megatron/core", "megatron/training")}
     chosen = {name: value for name, value in os.environ.items() if CHOOSING.match(name)}

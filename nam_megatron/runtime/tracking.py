@@ -23,11 +23,11 @@ GIB = 2**30
 PACKAGES = {"tensorboard": "tensorboard", "wandb_project": "wandb", "mlflow": "mlflow"}
 
 
-def objections(plan: Plan) -> Iterator[Problem]:
-    """What is asked for and not installed here, or where the rank that writes it may not."""
+def objections(plan: Plan, *, dry: bool = False) -> Iterator[Problem]:
+    """What is asked for and not installed here, or where the rank that writes it may not. dry: nothing is written."""
     feature = plan.recipe.feature.tracking
     for key in ("tensorboard", "wandb_dir"):
-        if (folder := getattr(feature, key, None)) and safe_get_rank() == safe_get_world_size() - 1:
+        if (folder := getattr(feature, key, None)) and not dry and safe_get_rank() == safe_get_world_size() - 1:
             try:
                 Path(folder).mkdir(parents=True, exist_ok=True)
                 tempfile.TemporaryFile(dir=folder).close()

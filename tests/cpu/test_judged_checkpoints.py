@@ -9,21 +9,21 @@ import random
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from test_train import lowered, signed
 
-from nam_megatron import train
 from nam_megatron.compile.lower import translate
 from nam_megatron.data import identity, manifest
-from nam_megatron.errors import REFUSED, Refused
+from nam_megatron.errors import Problem, Refused
 from nam_megatron.hf import export, opened
 from nam_megatron.judge import resume
 from nam_megatron.mends import checksums as mend
 from nam_megatron.recipe import load
-from nam_megatron.runtime import checkpoint, checksums, heartbeat, hosts
+from nam_megatron.runtime import checkpoint, checksums, hosts
 
 TRACKER, STEP = "latest_checkpointed_iteration.txt", "iter_0000012"
 
@@ -621,10 +621,16 @@ def test_hosts_that_differ_train_nothing(step, monkeypatch, disk, ran, told):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(hosts, "runs", lambda: SAME)
 
-    def gather(every: list, mine: tuple) -> None:
+    def gather(every: list, said: tuple) -> None:
+        found, mine = said
+        assert not found
+        if isinstance(mine, list):  # the checkpoint's files, which all see alike
+            every[:] = [said] * 3
+            return
         assert mine[0]["schedule.load"] == (step.name, "a" * 64) and mine[0]["data.path"]["train.bin"] == "1"
         theirs = {name: value for name, value in (SAME | ran).items() if value}
-        every[:] = mine, ({"schedule.load": mine[0]["schedule.load"]}, None), (mine[0] | disk, theirs)
+        ranks = mine, ({"schedule.load": mine[0]["schedule.load"]}, None), (mine[0] | disk, theirs)
+        every[:] = [((), one) for one in ranks]
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     assert hosts.one_for_all([], recipe) == []  # of one host
@@ -640,14 +646,14 @@ def test_hosts_that_differ_train_nothing(step, monkeypatch, disk, ran, told):
 def test_what_a_host_runs_is_told_by_its_files_and_variables(monkeypatch):
     import megatron.core  # noqa: F401  as every trainer has
 
-    monkeypatch.setenv("CUBLASLT_LOG_LEVEL", "0")
+    for name in ("CUBLASLT_WORKSPACE_SIZE", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"):
+        monkeypatch.setenv(name, "0")
+    for name in ("CUBLASLT_LOG_LEVEL", "CUDNN_LOGDEST_DBG", "PYTORCH_TUNABLEOP_FILENAME"):
+        monkeypatch.setenv(name, "/this/host")
     monkeypatch.setenv("TRITON_CACHE_DIR", "/this/host")
     said = hosts.runs()
-    assert (
-        torch.__version__.startswith(said["`torch`"])
-        and said["CUBLASLT_LOG_LEVEL"] == "0"
-        and "TRITON_CACHE_DIR" not in said
-    )
+    assert torch.__version__.startswith(said["`torch`"])
+    assert list(said.values()).count("0") == 3 and "/this/host" not in said.values()
     assert {len(said[name]) for name in ("our code", "Megatron's code")} == {40}
 
 
@@ -673,19 +679,56 @@ def test_what_was_signed_of_the_data_is_not_read_again(step, monkeypatch):
         checkpoint.SAID.clear()  # as on another host
 
 
-def test_one_rank_of_each_host_reads_all_of_a_checkpoint(step, monkeypatch):
-    """Rank 8, the first of the second host, finds what the first host cannot see; its neighbour takes its word."""
+@pytest.mark.parametrize("same_disk", [True, False])
+def test_a_host_with_a_disk_of_its_own_reads_all_of_a_checkpoint(step, monkeypatch, same_disk):
+    """What it finds is told by all ranks: the others would wait for it."""
+    recipe = lowered(f"schedule.load={step.parent}", "cluster.nodes=2").plan.recipe
+    monkeypatch.setitem(checkpoint.JUDGED, step.parent, (step.name, "a" * 64))
     shard = next(step.glob("*.distcp"))
     shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])
-    job = train.Job(lowered(f"schedule.load={step.parent}"))
-    said = []
-    monkeypatch.setattr(train, "stop", lambda rank, code, text: said.append((rank, shard.name in text)) or code)
-    monkeypatch.setattr(heartbeat.HEART, "start", lambda *_: None)
-    for rank, local in (("0", "0"), ("8", "0"), ("9", "1")):
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv("LOCAL_RANK", local)
-        assert train.carried_out(job, ["--nam-plan", "plan.json"], 0.0, None) == REFUSED
-    assert said == [(0, True), (8, True), (9, False)]
+    assert not [*checkpoint.damage(step.parent, thorough=False)]
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(hosts, "runs", lambda: SAME)
+    told = []
+
+    def gather(every: list, said: tuple) -> None:
+        first = said[1] if same_disk else []
+        every[:] = ((), first if isinstance(said[1], list) else said[1]), said
+        told.append(bool(said[0]))
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    if same_disk:
+        assert hosts.one_for_all([], recipe) == []
+    else:
+        with pytest.raises(Refused, match=f"{shard.name}.* differs|damaged"):
+            hosts.one_for_all([], recipe)
+    assert told == [False, not same_disk]
+
+
+def test_what_ends_one_rank_is_told_where_all_meet(step, monkeypatch):
+    """Another chip, a file that is gone, a refusal: none leaves the others waiting."""
+    recipe = lowered("cluster.nodes=2").plan.recipe
+    told = []
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(
+        torch.distributed,
+        "all_gather_object",
+        lambda every, said: every.__setitem__(0, told.append(bool(said[0])) or said),
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(Refused, match="compute capability"):
+        hosts.one_for_all([], recipe)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for error in (
+        Refused((Problem("another dataset", key="data.path"),)),
+        FileNotFoundError(2, "No such file", "train.bin"),
+    ):
+        monkeypatch.setattr(hosts, "on_disk", mock.Mock(side_effect=error))
+        with pytest.raises(Refused, match=r"another dataset|train\.bin"):
+            hosts.one_for_all([], recipe)
+    assert told == [True, False, True, False, True]
 
 
 def test_imported_weights_are_of_the_model_beside_them(step):

@@ -126,6 +126,7 @@ def test_a_folder_that_its_writer_cannot_write_to_is_refused(monkeypatch, tmp_pa
     """The last rank alone writes; Megatron ended with a traceback."""
     (tmp_path / "file").touch()
     plan = translate(load("nam56r_smoke", [f"feature.tracking.tensorboard={tmp_path}/file/x"])).plan
+    assert list(tracking.objections(plan, dry=True)) == [], "of another host"
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, told in (("0", []), ("1", [f"cannot write to `{tmp_path}/file/x`: Not a directory"])):
         monkeypatch.setenv("RANK", rank)

@@ -187,7 +187,7 @@ def test_another_world_is_refused(tmp_path):
     assert problem.message == "1 processes on a host, and the plan is for 2"
 
 
-@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"])
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE"])
 def test_a_plain_python_process_is_refused(tmp_path, missing):
     with pytest.raises(Refused, match="not started by torchrun"):
         train.accept(command(tmp_path), {name: TORCHRUN[name] for name in TORCHRUN if name != missing})

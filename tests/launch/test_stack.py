@@ -1,6 +1,7 @@
 """The lock against the project and against what is installed; imports that fail, hang and crash."""
 
 import importlib.metadata
+import importlib.util
 import os
 import re
 import shlex
@@ -85,6 +86,7 @@ def test_every_package_that_a_plan_needs_is_asked_for(monkeypatch):
     """One that the lock has is compared with it; another one is named with the keys that need it."""
     here: dict[str, str] = {}
     monkeypatch.setattr(packages, "installed", here.get)
+    monkeypatch.setattr(importlib.util, "find_spec", here.get)
     tracked = [f"feature.tracking.{word}" for word in ("tensorboard=/t", "mlflow=/m", "mlflow_experiment=e")]
     plan = translate(load("qwen3_next_80b_a3b", tracked)).plan
     needed = {need.name for need in plan.packages}
@@ -92,6 +94,8 @@ def test_every_package_that_a_plan_needs_is_asked_for(monkeypatch):
     found = list(stack.asked(plan, {"mamba-ssm": None}))
     assert {f.message.partition(" is not installed, and ")[0] for f in found} == needed - {"mamba-ssm"}
     assert all(f.level == "fail" and f.message.endswith(" needs it") and f.hint for f in found)
+    here["mlflow"] = "the module, of mlflow-skinny"
+    assert "mlflow" not in {f.message.partition(" is")[0] for f in stack.asked(plan, {})}
     here |= dict.fromkeys(needed, "1")
     assert list(stack.asked(plan, {})) == []
 

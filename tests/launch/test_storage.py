@@ -120,6 +120,9 @@ def test_weights_and_a_tokenizer_on_the_root_volume_are_named(tmp_path):
     )
     (said,) = failures(storage.root_volume(used(recipe(*tracked)), storage.mounts(CLUSTER)), "root-volume")
     assert said == "on the root volume: TensorBoard, MLflow"
+    for address, looked_at in (("databricks", []), ("https://here/x", []), ("file:///opt/mlruns", ["/opt/mlruns"])):
+        words = (f"feature.tracking.mlflow={address}", "feature.tracking.mlflow_experiment=e")
+        assert [str(place.path) for place in used(recipe(*words)) if place.kind == "told"] == looked_at
     (said,) = classes(tmp_path, *folders(tmp_path), f"schedule.pretrained={tmp_path}/weights")
     assert said.startswith("pretrained: ") and "outside the durable folder" in said
 
