@@ -30,7 +30,8 @@ CHOOSING = re.compile(
 
 def one_for_all(models: list[Any], recipe: Recipe) -> list[Any]:
     """In the form of Megatron's hooks. Raises Refused on all ranks: one has another chip than the plan's, or hosts differ."""
-    found, files, said = [*another_chip(recipe)], None, ({}, None)
+    found, files = [*another_chip(recipe)], None
+    said: tuple[dict[str, Any], dict[str, str] | None] = {}, None
     if recipe.cluster.nodes > 1:
         with kept(found):
             files = judged()
