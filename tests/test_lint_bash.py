@@ -556,3 +556,36 @@ def main(args):
     subprocess.run(cmd)
 """
     assert [[arm.label for arm in fork] for fork in lint(text, "t.py").launch.forks] == [["args.small", "else"]]
+
+
+def test_a_row_that_several_conditions_decide_is_open_whatever_else_is_asked():
+    """The next condition told it again as if there were none."""
+    asked = [("A", "--num-layers 2"), ("B", "--qk-layernorm"), ("C", "--tensor-model-parallel-size 2")]
+    found = lint(FORKED.format("\n".join(f"[ ${n} = 1 ] && ARGS+=({flags})" for n, flags in asked)))
+    rows = describe.told(found)
+    assert rows["parameters"] == "?" and "2 MLP 1, 2 if $A = 1, else 24 attention" in rows["layers"]
+
+
+@pytest.mark.parametrize("flag", ["--disable-bias-linear", "--qk-layernorm", "--apply-layernorm-1p"])
+def test_a_flag_without_a_value_that_hangs_is_left_open(flag):
+    """It was no matter, as a path is, and the launch had no finding."""
+    found = lint(FORKED.format(f"[ $A = 1 ] && ARGS+=({flag})"))
+    assert found.open == (f"{flag} ($A = 1)",)
+
+
+def test_what_several_conditions_of_a_recipe_decide_is_said():
+    """Its fields had no place in the row, and a flag lost its own where the next condition was asked."""
+    text = """from megatron.bridge.recipes.x import base_config
+def my_config(use_moe, long):
+    cfg = base_config()
+    cfg.model.hidden_size = 512
+    if use_moe:
+        cfg.model.moe_router_topk = 2
+    if long:
+        cfg.model.seq_length = 4096
+    return cfg
+"""
+    found = lint(text, "t.py")
+    assert found.open and describe.told(found)["said"].startswith(
+        "hidden_size=512, ? (moe_router_topk=2 if use_moe, else no moe_router_topk), ? (seq_length=4096 if long, else"
+    )

@@ -670,6 +670,14 @@ def test_areal_says_layout_precision_and_schedule_in_words_of_its_own(backend, g
     assert found.args.said("recompute_granularity") == recomputed
 
 
+def test_areal_with_a_list_for_a_dtype_is_read_without_it():
+    tree = {
+        "actor": {"backend": "megatron:d8", "megatron": {"main_grads_dtype": ["a"], "main_params_dtype": "float16"}}
+    }
+    said = of_tree(tree, current())
+    assert said.program == "AReaL" and "--main-params-dtype=fp16" in said.words
+
+
 def test_areal_with_another_backend_trains_nothing_of_megatrons():
     launch = lint(AREAL.format("fsdp:d8", "true")).launch
     assert launch.gpus is None and any("another backend trains" in note for note in launch.notes)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 FEW = 4  # values that a piece of a row may have
 CUTS = re.compile(r"(, |\n)")  # between its pieces
+FLAG = re.compile(r"--[\w-]+|\w+(?==)|(?<=no )\w+")  # of which a piece is, or that it lacks
 
 # Said by few launches, and part of what is trained: shown as written.
 ALSO = (
@@ -126,7 +127,9 @@ def _pieces(report: "Report") -> dict[str, list[str]]:
             if label in ("said", "also"):
                 pieces, *cuts = _aligned([pieces, *(cut for _, cut in may)])
                 may = [(condition, cut) for (condition, _), cut in zip(may, cuts, strict=True)]
-            pieces = may[0][1] if pieces == ["?"] else pieces
+            if (hangs or pieces != ["?"]) and len({tuple(cut) for _, cut in may}) == 1:
+                continue
+            pieces = may[0][1] if pieces == ["?"] and not hangs else pieces
             if {len(cut) for _, cut in may} != {len(pieces)}:
                 pieces, may = ["?" if hangs else ""], [(condition, ["".join(cut)]) for condition, cut in may]
             several = [[(condition, cut[i]) for condition, cut in may] for i in range(len(pieces))]
@@ -142,7 +145,7 @@ def _pieces(report: "Report") -> dict[str, list[str]]:
 
 def _aligned(lists: list[list[str]]) -> list[list[str]]:
     """Lists of flags with a place for each flag that one of them has."""
-    held = [{piece.split(" ")[0]: piece for piece in pieces if piece.startswith("-")} for pieces in lists]
+    held = [{found[0]: piece for piece in pieces if (found := FLAG.search(piece))} for pieces in lists]
     flags = dict.fromkeys(flag for one in held for flag in one)
     return [[p for flag in flags for p in (", ", one.get(flag, f"no {flag}"))][1:] for one in held]
 

@@ -105,7 +105,7 @@ def _areal(tree: Tree) -> Worded:
         said["min_lr"] = float(ratio) * float(lr)
     megatron = one("megatron")
     for name, value in megatron.items() if isinstance(megatron, dict) else ():
-        if name.endswith("_dtype") and value in DTYPES:
+        if name.endswith("_dtype") and isinstance(value, str) and value in DTYPES:
             said.setdefault(name, DTYPES[value])
         if name.startswith("recompute_") and value is not None and one("gradient_checkpointing"):
             said[name] = value

@@ -547,7 +547,8 @@ def harmless(name: str, target: Target) -> bool:
     """Whether an argument is a path or a name, which nothing here depends on."""
     flag = target.by_dest[name]
     return (
-        flag.type in ("str", None)
+        flag.action == "store"
+        and flag.type in ("str", None)
         and not flag.choices
         and name not in ("hybrid_layer_pattern", "hybrid_override_pattern", "spec")
     )

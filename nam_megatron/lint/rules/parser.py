@@ -170,7 +170,7 @@ def left_open(a: Args) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     for name, names in a.open_values():
         flag = a.written(name).split()[0].split("=")[0]
         variables = ", ".join(n if name in a.hanging else f"${n}" for n in dict.fromkeys(names))
-        if a.worked_out(names):
+        if a.worked_out(names) and name not in a.hanging:
             yield "computed", a.written(name), ()
         elif harmless(name, a.target):
             yield "path", f"{flag} ({variables})", ()
