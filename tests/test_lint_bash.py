@@ -589,3 +589,66 @@ def my_config(use_moe, long):
     assert found.open and describe.told(found)["said"].startswith(
         "hidden_size=512, ? (moe_router_topk=2 if use_moe, else no moe_router_topk), ? (seq_length=4096 if long, else"
     )
+
+
+@pytest.mark.parametrize(
+    "one, then, other",
+    [
+        (f"[ $X = /a/{'long' * 20}/8b ]", "", f"[ $X = /a/{'long' * 20}/70b ]"),
+        ("( test -f /a )", "", "( test -f /b )"),
+        ("grep -q x /a", "", "grep -q x /a"),
+        ("[ $1 = a ]", "shift", "[ $1 = a ]"),
+        ("! $C", "C=$(x)", "! $C"),
+    ],
+)
+def test_conditions_that_only_look_alike_are_decided_apart(one, then, other):
+    """The cut text was what a condition was known by: of two that it had alike one decided both."""
+    asked = f"if {one}; then ARGS+=(--qk-layernorm); fi\n{then}\nif {other}; then ARGS+=(--disable-bias-linear); fi"
+    found = lint(FORKED.format(asked))
+    rows = describe.told(found)
+    assert len(found.forks) == 2 and rows["parameters"] == "?"
+    assert "--disable-bias-linear" not in found.forks[0][0][1].launch.words
+    assert all(len(label) <= 60 for ways in found.forks for label, _ in ways)
+
+
+def test_a_function_that_asks_what_it_is_given_asks_something_else_of_each_call():
+    text = 'L=4; f() { [ "$1" = 1 ] && L=9; }; f "$A"; f "$B"; ARGS+=(--num-layers $L)'
+    assert describe.told(lint(FORKED.format(text)))["model"] == "?"
+
+
+def test_a_condition_that_is_asked_twice_is_one():
+    text = "[ $X = 1 ] && ARGS+=(--qk-layernorm); [ $Y = 1 ] && :; [ $X = 1 ] && ARGS+=(--disable-bias-linear)"
+    found = lint(FORKED.format(text))
+    assert len(found.forks) == 1 and re.fullmatch(
+        r"\? \([\d,]+ if \$X = 1, else [\d,]+\)", describe.told(found)["parameters"]
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "on = args.a\n    if on:\n        cmd += ['--swiglu']\n    on = args.b\n    if on:\n        cmd += ['--bf16']",
+        "cmd += one(args.a)\n    cmd += two(args.b)",
+    ],
+)
+def test_a_name_of_python_that_holds_another_thing_is_another_condition(body):
+    text = f"""import subprocess
+def one(on):
+    if on:
+        return ["--swiglu"]
+    return []
+def two(on):
+    if on:
+        return ["--bf16"]
+    return []
+def main(args):
+    cmd = ["torchrun", "pretrain_gpt.py", "--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"]
+    {body}
+    subprocess.run(cmd)
+"""
+    found = lint(text, "t.py")
+    assert [[arm.label for arm in fork] for fork in found.launch.forks] == [["on", "else"]] * 2
+    assert {tuple("--swiglu" in way.launch.words for _, way in ways) for ways in found.forks} == {
+        (True, False),
+        (False, False),
+    }

@@ -50,6 +50,9 @@ BUDGET = 200_000  # steps; a script that takes more is no launch
 SHELLS = {"bash", "sh", "zsh", "dash"}
 TAKES_SCRIPT = SHELLS | {"sbatch", "cat", "tee", "srun", "ssh", "qsub", "bsub"}
 DECLARE = {"export", "declare", "local", "readonly", "typeset"}
+LABEL = 60  # characters of a condition that are shown
+# A condition on variables alone, each of them a `V`.
+PLAIN = re.compile(r"(! )?(-[nz] )?V( (=|==|!=|-eq|-ne|-gt|-ge|-lt|-le) \S+( or \S+)*)?")
 NESTED = 8  # scripts in scripts, and calls in calls
 ROUNDS = 256  # of one loop
 LARGEST = 1_000_000  # bytes of a file that a script sources
@@ -76,7 +79,8 @@ def shown(text: str) -> str:
 
 
 class Arm(NamedTuple):
-    """One way that a fork may go. label: what holds there, for people, `else` of the last; decided: of each condition whether it does."""
+    """One way that a fork may go. label: what holds there, for people, `else` of the last; decided: of each condition, by its name, whether
+    it does."""
 
     label: str
     decided: dict[str, bool]
@@ -85,12 +89,14 @@ class Arm(NamedTuple):
 Fork = tuple[Arm, ...]
 
 
-def fork(labels: Iterable[str]) -> Fork:
-    """Of conditions that are asked one after the other."""
+def fork(conditions: Iterable[tuple[str, str]]) -> Fork:
+    """Of conditions that are asked one after the other, each by its name and for people."""
     arms, passed = [], dict[str, bool]()
-    for label in labels:
-        arms.append(Arm(label, {**passed, label: True}))
-        passed[label] = False
+    for name, label in conditions:
+        arms.append(
+            Arm(label if len(label) <= LABEL else f"{label[: LABEL - 33]}...{label[-30:]}", {**passed, name: True})
+        )
+        passed[name] = False
     return (*arms, Arm("else", passed))
 
 
@@ -140,10 +146,12 @@ def run(text: str, folder: Path | None = None, decided: Mapping[str, bool] | Non
 
 
 class Given(NamedTuple):
-    """What a script or a function is called with: `$1`, `$2`, ... as far as they are known. more: others may follow."""
+    """What a script or a function is called with: `$1`, `$2`, ... as far as they are known. more: others may follow. gone: how many
+    of those that are not known were shifted away."""
 
     words: list[str]
     more: bool
+    gone: int = 0
 
 
 UNKNOWN = Given([hole("arguments")], True)
@@ -158,6 +166,7 @@ class Follower:
         self.functions = {} if functions is None else functions
         self.called: set[str] = set()
         self.given = Given([], True)
+        self.place: tuple[object, ...] = ()  # the calls that it is in
         # Of each call: what its local variables were outside, and exported as.
         self.locals: list[dict[str, tuple[Any, Any]]] = []
 
@@ -181,7 +190,7 @@ class Follower:
         if self.depth >= NESTED:
             raise ShellError("scripts inside scripts, too deep")
         follower = Follower(self.run, self.depth + 1, self.functions)
-        follower.called = self.called
+        follower.called, follower.place = self.called, (*self.place, text)
         kept = self.run.variables, self.run.env
         if shell:
             self.run.variables = {name: value for name, value in self.run.env.items() if value is not None}
@@ -230,8 +239,8 @@ class Follower:
             self.run.notes.append(f"line {function.line}: this function calls itself, or others too deep to follow")
             return
         self.called.add(function.name)
-        outer, env = self.given, self.run.env
-        self.given, self.run.env = given, {**env, **prefix}
+        outer, env, place = self.given, self.run.env, self.place
+        self.given, self.run.env, self.place = given, {**env, **prefix}, (*self.place, function.name, *given.words)
         self.locals.append({name: (self.run.variables.get(name), env.get(name)) for name in prefix})
         self.run.variables |= {name: value for name, value in prefix.items() if value is not None}
         self.node(function.body)
@@ -241,7 +250,7 @@ class Follower:
                 held.pop(name, None)
                 if value is not None:
                     held[name] = value
-        self.given = outer
+        self.given, self.place = outer, place
 
     def loop(self, node: Loop) -> None:
         """Every round, where it can be told how many there are; else one, and what it appends goes on."""
@@ -296,37 +305,52 @@ class Follower:
 
     def branch(self, node: Branch) -> None:
         subject = " ".join(self.fields(node.subject)) if node.subject else ""
-        ways: list[
-            tuple[str | None, list[Any]]
-        ] = []  # that may be taken, each with its condition where that cannot be told
-        for condition, body in node.arms:
-            label: str | None = None
+        # That may be taken, each with its condition where that cannot be told.
+        ways: list[tuple[tuple[str, str] | None, list[Any]]] = []
+        for at, (condition, body) in enumerate(node.arms):
+            label = ""
             if condition is None or (node.subject and [t.literal for t in condition] == ["*"]):
                 verdict: bool | None = True
             elif node.subject:
                 verdict = self.matches(subject, condition)
-                label = f"{shown(subject)} = {' or '.join(map(self.pattern, condition))}"
+                label = f"{subject} = {' or '.join(map(self.pattern, condition))}"
             else:
                 label = " and ".join(map(self.label, condition))
                 verdict = self.truth(condition)
-            verdict = self.run.decided.get(label or "") if verdict is None else verdict
+            name = self.named(label, node.line, at)
+            verdict = self.run.decided.get(name) if verdict is None else verdict
             if verdict is not False:
-                ways.append((None if verdict else label, body))
+                ways.append((None if verdict else (name, shown(label)), body))
             if verdict:
                 break
         if ways and ways[0][0] is None:
             self.nodes(ways[0][1])
         elif ways:
-            labels = [label for label, _ in ways if label is not None]
-            self.suppose([body for _, body in ways], node.line, fork(labels), len(ways) > len(labels))
+            asked = [condition for condition, _ in ways if condition]
+            self.suppose([body for _, body in ways], node.line, fork(asked), len(ways) > len(asked))
 
     def label(self, node: object) -> str:
-        """A condition for people, and its name."""
+        """A condition, with its holes."""
         if isinstance(node, Chain):
             return f"{self.label(node.left)} {node.op} {self.label(node.right)}"
+        if isinstance(node, Subshell):
+            return " | ".join(map(self.label, node.nodes))
+        if isinstance(node, Branch):
+            return "; ".join(self.label(inner) for _, body in node.arms for inner in body)
         words = node.words if isinstance(node, Command) else []
-        said = [shown(self.joined(w.parts)) or "''" for w in words if w.kind == "word"]
-        return _brief(" ".join(w for w in said if w not in ("[", "[[", "]", "]]", "test"))) or "a command's end"
+        said = [self.joined(w.parts) or "''" for w in words if w.kind == "word"]
+        return (
+            " ".join(" ".join(w for w in said if w not in ("[", "[[", "]", "]]", "test")).split()) or "a command's end"
+        )
+
+    def named(self, label: str, *where: int) -> str:
+        """The name of a condition: what it says, and where it is asked unless it is of what the script does not set."""
+        called = bool(self.locals or self.given.words or self.depth)
+        own = (
+            name in self.run.variables or not (name.isidentifier() or name.isdigit() > called) for name in holes(label)
+        )
+        asked = re.split(r" (?:and|&&|\|\|) ", HOLE.sub("V", label))
+        return label if all(map(PLAIN.fullmatch, asked)) and not any(own) else f"{label} {where} {self.place}"
 
     def matches(self, subject: str, patterns: list[Token]) -> bool | None:
         found = [self.pattern(p) for p in patterns]
@@ -365,13 +389,14 @@ class Follower:
         if isinstance(node, Chain):
             left = self.status(node.left)
             if left is None:
-                left = self.run.decided.get(label := self.label(node.left))
+                text = self.label(node.left)
+                left, label = self.run.decided.get(name := self.named(text, node.line)), shown(text)
             if left is None:
-                one, other = fork([label])
+                one, other = fork([(name, label)])
                 taken = (
                     (one, other)
                     if node.op == "&&"
-                    else (Arm(f"not ({label})", other.decided), Arm("else", one.decided))
+                    else (Arm(f"not ({one.label})", other.decided), Arm("else", one.decided))
                 )
                 self.suppose([[node.right]], node.line, taken)
             return self.status(node.right) if left is (node.op == "&&") else left
@@ -430,7 +455,7 @@ class Follower:
         changes = (
             (after.variables, after.env) != (before.variables, before.env) or after.forks for after, _, _ in ends
         )
-        if not starts and any(changes):
+        if not starts and any(changes) and ways not in before.forks:
             before.forks.append(ways)
         for name in ends[0][0].variables if one_is else ():
             values = [after.variables.get(name) for after, _, _ in ends]
@@ -527,8 +552,9 @@ class Follower:
         if fields[:2] == ["set", "--"]:
             self.given = Given(fields[2:], more)
             return
-        if fields[:1] == ["shift"] and self.given.words:
-            self.given = Given(self.given.words[_integer(fields[1]) or 0 if len(fields) > 1 else 1 :], self.given.more)
+        if fields[:1] == ["shift"]:
+            by, (words_, more, gone) = _integer(fields[1]) or 0 if len(fields) > 1 else 1, self.given
+            self.given = Given(words_[by:], more, gone + max(by - len(words_), 0))
             return
         if fields[:1] == ["let"]:
             for text in fields[1:]:
@@ -712,6 +738,7 @@ class Follower:
             value = None if any(map(holes, given)) else given[at] if at < len(given) else None
             if value is None and not operation and not self.given.more and not any(map(holes, given)):
                 value = ""  # beyond the last, and not set
+            name = str(int(name) + self.given.gone)
         if isinstance(value, list) and index not in ("[@]", "[*]"):
             number = _integer((index or "[0]")[1:-1])
             value = value[number] if number is not None and -len(value) <= number < len(value) else None

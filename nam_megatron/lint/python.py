@@ -8,7 +8,8 @@ that was last given to it where that is one for sure, and none after a branch, a
 import ast
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -59,7 +60,7 @@ def _said(tree: ast.Module, target: Target, decided: Mapping[str, bool]) -> Said
         *functions.values(),
         *(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name in providers),
     ]:
-        found = Recipe(functions, constants, {}, decided, target, providers)
+        found = Recipe(functions, constants, {}, _several(tree), decided, target, providers)
         if isinstance(function, ast.ClassDef):
             found.fields = providers[function.name]
         else:
@@ -178,13 +179,15 @@ class Walk:
     """Statements in their order: what each name is at them, and on which condition they stand (`on`), where the text does not decide it.
 
     constants: what names are in any function. names: what they are where it is. depth: functions that it is in; followed: how many it
-    was in. decided, forks: see follow.py.
+    was in. several: names that are given more than once. place: the lines of the calls that it is in. decided, forks: see follow.py.
     """
 
     functions: Mapping[str, Function]
     constants: Mapping[str, Any]
     names: dict[str, Any]
+    several: Set[str]
     decided: Mapping[str, bool]
+    place: tuple[int, ...] = field(default=(), init=False)
     depth: int = field(default=0, init=False)
     followed: int = field(default=0, init=False)
     forks: list[Fork] = field(default_factory=list, init=False)
@@ -297,11 +300,17 @@ class Walk:
         """Whether a condition holds; None where neither the text nor who asks decides it."""
         said = _value(test, self.names)
         known = isinstance(said, (bool, int, float, str, type(None))) and not _open(said)
-        return bool(said) if known else self.decided.get(_brief(test))
+        return bool(said) if known else self.decided.get(self.named(test))
+
+    def named(self, test: ast.expr) -> str:
+        """The name of a condition: what it says, and where it is asked if a name in it is given more than once."""
+        asked = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)}
+        own = any(name in self.several or self.names.get(name) not in (None, hole(name)) for name in asked)
+        return f"{ast.unparse(test)} {test.lineno} {self.place}" if own else ast.unparse(test)
 
     def forked(self, test: ast.expr, on: str | None) -> None:
         """Note a condition that nobody decides; what a loop asks it may decide otherwise in each round."""
-        if on is None and (ways := fork([_brief(test)])) not in self.forks:
+        if on is None and (ways := fork([(self.named(test), ast.unparse(test))])) not in self.forks:
             self.forks.append(ways)
 
     def apart(self, nodes: Sequence[ast.stmt], on: str) -> None:
@@ -357,9 +366,9 @@ class Walk:
         given |= {name: self.handed(value) for name, value in passed.items()}
         given |= {"self": self.names.get("self", hole("self"))} if method else {}
         kept, self.names = self.names, {**self.constants, **given}
-        self.depth, self.followed = self.depth + 1, self.followed + 1
+        self.depth, self.followed, self.place = self.depth + 1, self.followed + 1, (*self.place, node.lineno)
         self.body(inner.body, on)
-        self.depth -= 1
+        self.depth, self.place = self.depth - 1, self.place[:-1]
         after, self.names = self.names, kept
         for name, value in passed.items():  # what it did to what it was given
             if (
@@ -617,6 +626,12 @@ def _either(name: str, held: dict[Any, Any], now: Any) -> Any:
     return type(held)({key: held[key] if key in alike else hole(f"{name}.{key}") for key in held | now})
 
 
+def _several(tree: ast.Module) -> set[str]:
+    """Names that are given more than once."""
+    given = Counter(n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    return {name for name, times in given.items() if times > 1}
+
+
 def _holes(names: Iterable[str]) -> dict[str, Any]:
     return {name: hole(name) for name in names}
 
@@ -753,7 +768,17 @@ def _script(
                 {"self": made} if isinstance(made := constants.get(of_classes.get(function.name, "")), Record) else {}
             )
         found.append(
-            Strings(functions, constants, names, decided, target, speaking, {*of_classes}, templates=templates)
+            Strings(
+                functions,
+                constants,
+                names,
+                _several(tree),
+                decided,
+                target,
+                speaking,
+                {*of_classes},
+                templates=templates,
+            )
         )
         found[-1].body(function.body if function else tree.body, None)
     launches = [(one, words) for one in found for words in one.launches()]
