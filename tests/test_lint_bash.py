@@ -652,3 +652,48 @@ def main(args):
         (True, False),
         (False, False),
     }
+
+
+def test_a_way_says_nothing_of_what_another_condition_decides():
+    """With both there are four experts of a token, and two were told."""
+    found = lint(FORKED.format("[ $A = 1 ] && ARGS+=(--num-experts 8)\n[ $B = 1 ] && ARGS+=(--moe-router-topk 4)"))
+    rows = describe.told(found)
+    assert rows["experts"] == "? (? if $A = 1, else none)" and rows["parameters"] == "?"
+    assert "? (MoE if $A = 1, else MLP)" in rows["layers"] and rows["attention"].startswith("MHA")
+
+
+def test_a_trap_in_all_that_a_launch_may_be_is_told():
+    text = "if [ $A = 1 ]; then ARGS+=(--num-attention-heads 7); else ARGS+=(--num-attention-heads 9); fi"
+    assert "indivisible" in [f.id for f in lint(FORKED.format(text)).findings]
+    assert "indivisible" not in [f.id for f in lint(FORKED.format(text.replace("9", "8"))).findings]
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("if [ $A = 1 ]; then L=2; exit 0; else L=4; fi", "GPT, 4 layers"),
+        ("case $A in a) L=2;; b) L=4;; *) exit 1;; esac", "GPT, ? (2 if $A = a, else 4) layers"),
+        ("L=4; if [ $A = 1 ]; then L=2; elif [ $B = 1 ]; then exit 1; fi", "GPT, ? (2 if $A = 1, else 4) layers"),
+        ("if [ $A = 1 ]; then L=2; else exit 1; fi", "GPT, 2 layers"),
+    ],
+)
+def test_what_a_script_ends_at_is_no_model_of_it(text, said):
+    assert describe.told(lint(FORKED.format(f"{text}; ARGS+=(--num-layers $L)")))["model"] == said
+
+
+def test_of_more_conditions_than_are_read_for_the_flags_are_open(monkeypatch):
+    """Those of the others were told as if none of them could hold."""
+    monkeypatch.setattr("nam_megatron.lint.MOST", 4)
+    flags = ("--qk-layernorm", "--tensor-model-parallel-size 2", "--num-layers 2", "--hidden-dropout 0")
+    found = lint(FORKED.format("\n".join(f"[ $X{i} = 1 ] && ARGS+=({flag})" for i, flag in enumerate(flags))))
+    rows = describe.told(found)
+    assert len(found.forks) == 2 and rows["model"] == rows["dropout"] == "?"
+    assert "--num-layers (one of many conditions)" in found.open
+
+
+def test_a_script_that_takes_many_steps_is_read_less_often():
+    asked = "\n".join(f"[ $X{i} = 1 ] && ARGS+=(--hidden-dropout 0.{i})" for i in range(1, 9))
+    assert len(lint(FORKED.format(asked)).forks) == 8
+    assert (
+        len(lint(FORKED.format(f"for i in {{1..200}}; do for j in {{1..50}}; do K=$i; done; done\n{asked}")).forks) < 5
+    )

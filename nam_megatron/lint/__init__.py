@@ -5,8 +5,9 @@ reads its words as Megatron's parser would, model.py derives what is built, coun
 traps, describe.py the words, recipe.py a recipe of ours.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from nam_megatron.errors import FINDINGS, OK, Problem, Refused
@@ -15,10 +16,12 @@ from nam_megatron.lint.model import Model
 from nam_megatron.lint.read import Launch, read, stored
 from nam_megatron.lint.rules import Finding, check
 from nam_megatron.lint.rules.parser import left_open, own
+from nam_megatron.lint.rules.rule import without
 from nam_megatron.lint.values import Args
 from nam_megatron.targets import Target, current
 
 MOST = 48  # readings of one text
+STEPS = 5_000  # of following a shell script, each of which costs as many again
 LONG = 2_000  # characters, each of which costs as many again: a long text of Python takes a second a reading
 
 
@@ -26,7 +29,8 @@ LONG = 2_000  # characters, each of which costs as many again: a long text of Py
 class Report:
     """A launch, what it trains, and the traps it steps in. open: flags of which Megatron or the text does not tell what they make.
 
-    forks: of each condition that the text does not decide, and something hangs on, the reports of its ways. alone: as if none went any way.
+    forks: of each condition that the text does not decide, and something hangs on, the reports of its ways. apart: of several the
+    same with open what the others decide. alone: as if none went any way.
     """
 
     name: str
@@ -36,6 +40,7 @@ class Report:
     findings: tuple[Finding, ...]
     open: tuple[str, ...]
     forks: tuple[tuple[tuple[str, "Report"], ...], ...] = ()
+    apart: tuple[tuple[tuple[str, "Report"], ...], ...] = ()
     alone: tuple[Args, Model] | None = None
 
     @property
@@ -69,9 +74,10 @@ def lint(
                 f"`gpus={gpus}`, and `{name}` says {launch.gpus}", key="gpus", hint="leave it out, or change the text"
             )
         )
-    most = MOST // (1 + len(launch.text) // LONG) if launch.kind in ("script", "python") else MOST
+    cost = len(launch.text) // LONG if launch.kind in ("script", "python") else launch.spent // STEPS
+    most = MOST // (1 + cost)
     readings = Readings(text, name, gpus, tuple(ignore), target or current(), most)
-    return readings.report(launch if gpus is None else launch.on(gpus))
+    return readings.report(readings.reading(launch if gpus is None else launch.on(gpus)))
 
 
 @dataclass
@@ -85,27 +91,46 @@ class Readings:
     target: Target
     left: int
 
-    def report(
-        self, launch: Launch, decided: frozenset[tuple[str, bool]] = frozenset(), passed: frozenset[str] = frozenset()
-    ) -> Report:
-        """passed: conditions that are looked at apart from this one."""
-        args = Args(launch)
-        model, alone, asked = Model(args), None, passed.union(*(arm.decided for fork in launch.forks for arm in fork))
-        forks = [ways for fork in launch.forks if (ways := tuple(self.ways(launch, fork, decided, passed, asked)))]
-        if forks:
-            told = dict(args.open_values())
-            alone, args = (args, model), Args(launch, {n: on for n, on in _hanging(forks).items() if n not in told})
-            model = Model(args)
+    def report(self, read_: "Reading", others: Mapping[str, tuple[str, ...]] | None = None) -> Report:
+        """others: arguments that hang on what is asked beside this."""
+        launch, beside = read_.launch, {**read_.left, **(others or {})}
+        hanging = [_hanging([ways]) for ways in read_.forks]
+        forks = [tuple((label, self.report(way, beside)) for label, way in ways) for ways in read_.forks]
+        apart = []
+        for at, ways in enumerate(read_.forks if len(forks) > 1 else ()):
+            more = dict(pair for one in (*hanging[:at], *hanging[at + 1 :]) for pair in one.items())
+            apart.append(tuple((label, self.report(way, beside | more)) for label, way in ways))
+        alone = Args(launch, beside)
+        args = Args(launch, beside | read_.hanging) if forks else alone
+        model = Model(args)
         findings = [
             f
             for f in check(args, model, self.ignored)
-            if all((f.id, f.flag) in {(g.id, g.flag) for g in way.findings} for ways in forks for _, way in ways)
+            if all(_about(f) in map(_about, way.findings) for ways in forks for _, way in ways)
         ]
+        for (_, first), *rest in apart or forks:
+            for f in first.findings:
+                alike = [[g for g in way.findings if _about(g) == _about(f)] for _, way in rest]
+                if all(alike) and _about(f) not in map(_about, findings):
+                    same = all(g == [f] for g in alike)
+                    findings.append(f if same else replace(f, flag=_about(f)[1], detail=""))
         unknown = [t.about for t in own(args)] if "unknown-flag" not in self.ignored else []
         values = left_open(args) if "unknown-variable" not in self.ignored else ()
         unset = [flag for why, flag, _ in values if why in ("unset", "branch", "condition")]
         open_ = tuple(dict.fromkeys(unknown + unset))
-        return Report(self.name, launch, args, model, tuple(findings), open_, tuple(forks), alone)
+        told = (alone, Model(alone)) if forks else None
+        return Report(self.name, launch, args, model, tuple(findings), open_, tuple(forks), tuple(apart), told)
+
+    def reading(
+        self, launch: Launch, decided: frozenset[tuple[str, bool]] = frozenset(), passed: frozenset[str] = frozenset()
+    ) -> "Reading":
+        """passed: conditions that are looked at apart from this one."""
+        asked = passed.union(*(arm.decided for fork in launch.forks for arm in fork))
+        forks, cut = [], False
+        for fork in launch.forks:
+            cut |= len(fork) > self.left and not passed & fork[-1].decided.keys()
+            forks.append(tuple(self.ways(launch, fork, decided, passed, asked)))
+        return Reading(launch, tuple(ways for ways in forks if ways), cut)
 
     def ways(
         self,
@@ -114,7 +139,7 @@ class Readings:
         decided: frozenset[tuple[str, bool]],
         passed: frozenset[str],
         asked: frozenset[str],
-    ) -> Iterator[tuple[str, Report]]:
+    ) -> Iterator[tuple[str, "Reading"]]:
         """The ways of a fork, where they differ in what is launched, and each is a launch of the same script."""
         if not isinstance(self.text, str) or passed & fork[-1].decided.keys() or len(fork) > self.left:
             return
@@ -128,10 +153,40 @@ class Readings:
         if not same or len({repr((one.words, one.env, one.gpus, one.forks)) for one in read_}) < 2:
             return
         for arm, way, one in zip(fork, taken, read_, strict=True):
-            yield arm.label, self.report(one if self.gpus is None else one.on(self.gpus), way, asked)
+            yield arm.label, self.reading(one if self.gpus is None else one.on(self.gpus), way, asked)
 
 
-def _hanging(forks: Iterable[tuple[tuple[str, Report], ...]]) -> dict[str, tuple[str, ...]]:
+@dataclass(frozen=True)
+class Reading:
+    """A launch, and of each fork the readings of its ways. cut: there are more forks than are read for."""
+
+    launch: Launch
+    forks: tuple[tuple[tuple[str, "Reading"], ...], ...]
+    cut: bool = False
+
+    @cached_property
+    def left(self) -> dict[str, tuple[str, ...]]:
+        """Arguments whose flags stand in branches of forks that are not read for."""
+        words = self.launch.perhaps if self.cut else ()
+        flags = [flag for word in words if (flag := self.launch.target.by_name(word.partition("=")[0]))]
+        return {f.dest: ("one of many conditions",) for f in flags if f.dest not in self.hanging}
+
+    @cached_property
+    def hanging(self) -> dict[str, tuple[str, ...]]:
+        told = dict(Args(self.launch).open_values())
+        return {name: on for name, on in _hanging(self.forks).items() if name not in told}
+
+    @cached_property
+    def args(self) -> Args:
+        return Args(self.launch, self.hanging)
+
+
+def _about(f: Finding) -> tuple[str, str]:
+    """What a finding is known by, whatever the value is."""
+    return f.id, f.flag if f.flag.startswith(without("")) else f.flag.split()[0]
+
+
+def _hanging(forks: Iterable[tuple[tuple[str, Reading], ...]]) -> dict[str, tuple[str, ...]]:
     """Arguments that are one or another by which way a fork goes, and what it asks."""
     found: dict[str, tuple[str, ...]] = {}
     for ways in forks:

@@ -113,7 +113,10 @@ def told(report: "Report") -> dict[str, str]:
 
 def _pieces(report: "Report") -> dict[str, list[str]]:
     plain = {label: CUTS.split(text) for label, text in rows(*(report.alone or (report.args, report.model)))}
-    forks = [[(condition, _pieces(way)) for condition, way in ways] for ways in report.forks]
+    forks, apart = (
+        [[(condition, _pieces(way)) for condition, way in ways] for ways in told]
+        for told in (report.forks, report.apart)
+    )
     labels = list(plain)
     for _, way in (way for ways in forks for way in ways):
         for before, label in pairwise(["", *way]):
@@ -122,12 +125,16 @@ def _pieces(report: "Report") -> dict[str, list[str]]:
     found = {}
     for label in labels:
         pieces, hangs = plain.get(label, ["none"]), False
-        for ways in forks:
+        deciding = [ways for ways in forks if any(way.get(label) != ways[0][1].get(label) for _, way in ways)]
+        for at, ways in enumerate(forks):
+            if apart and [ways] == deciding and label not in ("said", "also"):  # by what it says whatever the others do
+                ways = apart[at]
             may = [(condition, way.get(label, ["none"])) for condition, way in ways]
             if label in ("said", "also"):
                 pieces, *cuts = _aligned([pieces, *(cut for _, cut in may)])
                 may = [(condition, cut) for (condition, _), cut in zip(may, cuts, strict=True)]
             if (hangs or pieces != ["?"]) and len({tuple(cut) for _, cut in may}) == 1:
+                pieces, hangs = (may[0][1], True) if ways in apart else (pieces, hangs)
                 continue
             pieces = may[0][1] if pieces == ["?"] and not hangs else pieces
             if {len(cut) for _, cut in may} != {len(pieces)}:

@@ -108,7 +108,8 @@ class Run:
     branch as if taken. uncalled: the same of functions that nothing here calls. left: the variables after each of those. printed: what
     `echo` shows. unset: names taken as absent from the environment, or from what the script is called with (`1`, `@`), because it copes
     without: the default it has, None where it only asks. notes: what could not
-    be told. decided: of conditions that cannot be told how they are taken; forks: of the others that change a variable.
+    be told. decided: of conditions that cannot be told how they are taken; forks: of the others that change a variable. appended: flags
+    that their branches add to one.
     """
 
     commands: list[tuple[tuple[str, ...], Mapping[str, str | None]]] = field(default_factory=list)
@@ -124,6 +125,7 @@ class Run:
     spent: int = 0
     decided: Mapping[str, bool] = field(default_factory=dict)
     forks: list[Fork] = field(default_factory=list)
+    appended: dict[str, None] = field(default_factory=dict)
 
     def spend(self, steps: int = 1) -> None:
         self.spent += steps
@@ -307,6 +309,7 @@ class Follower:
         subject = " ".join(self.fields(node.subject)) if node.subject else ""
         # That may be taken, each with its condition where that cannot be told.
         ways: list[tuple[tuple[str, str] | None, list[Any]]] = []
+        closed = False
         for at, (condition, body) in enumerate(node.arms):
             label = ""
             if condition is None or (node.subject and [t.literal for t in condition] == ["*"]):
@@ -319,15 +322,23 @@ class Follower:
                 verdict = self.truth(condition)
             name = self.named(label, node.line, at)
             verdict = self.run.decided.get(name) if verdict is None else verdict
-            if verdict is not False:
+            closed = (
+                bool(verdict) and bool(ways) and self.over(body)
+            )  # one of the ways before is taken where the script goes on
+            if not closed and verdict is not False and (verdict or not self.over(body)):
                 ways.append((None if verdict else (name, shown(label)), body))
             if verdict:
                 break
-        if ways and ways[0][0] is None:
+        if ways and (ways[0][0] is None or (closed and len(ways) == 1)):
             self.nodes(ways[0][1])
         elif ways:
             asked = [condition for condition, _ in ways if condition]
-            self.suppose([body for _, body in ways], node.line, fork(asked), len(ways) > len(asked))
+            self.suppose([body for _, body in ways], node.line, fork(asked)[: -1 if closed else None], bool(verdict))
+
+    def over(self, body: list[Any]) -> bool:
+        """Whether the script ends in a branch, and nothing is launched there."""
+        ends = any(isinstance(node, Command) and node.words and node.words[0].literal == "exit" for node in body)
+        return ends and not _starts(self.supposed(body)[0].commands)
 
     def label(self, node: object) -> str:
         """A condition, with its holes."""
@@ -451,7 +462,7 @@ class Follower:
         one_is: one of them is, so that what all of them set alike is known.
         """
         before, ends = self.run, [self.supposed(arm) for arm in arms]
-        starts = any(sum(w.startswith("--") for w in words) > 2 for after, _, _ in ends for words, _ in after.commands)
+        starts = any(_starts(after.commands) for after, _, _ in ends)
         changes = (
             (after.variables, after.env) != (before.variables, before.env) or after.forks for after, _, _ in ends
         )
@@ -497,6 +508,7 @@ class Follower:
         if value == after or value == hole(name):
             return
         more = _appended_to(value, after)
+        self.run.appended |= dict.fromkeys(f for f in more or () if f.startswith("--"))
         if more is None:
             self.put(name, hole(name))
         elif flags := [f for f in more if f.startswith("--") and f not in self.flags_of_everything()]:
@@ -766,6 +778,11 @@ class Follower:
         filled = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda m: " ".join(self.variable(m[1])), text)
         value = None if holes(filled) or len(filled) > 200 else _calculate(filled)
         return hole(_brief(f"({text})")) if value is None else str(value)
+
+
+def _starts(commands: Iterable[tuple[tuple[str, ...], Any]]) -> bool:
+    """Whether one of some commands is a launch."""
+    return any(sum(w.startswith("--") for w in words) > 2 for words, _ in commands)
 
 
 def _asks(token: Token) -> bool:

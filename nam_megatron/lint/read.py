@@ -70,7 +70,8 @@ class Launch:
     size, None if not known. partial: only variables for another script to use, so that flags may be missing. plan: of our own trainer,
     where it can be read. unsaid: what the text says of its model and the words do not. name: of the file. supposed: the
     number of GPUs is the script's own default for what its environment says. program: another one that
-    reads the text, and decides what it leaves out. forks: conditions that the text does not decide.
+    reads the text, and decides what it leaves out. forks: conditions that the text does not decide. spent: steps
+    that a reading of a shell script took. perhaps: flags that branches of those append.
     """
 
     target: Target
@@ -88,6 +89,8 @@ class Launch:
     supposed: bool = False
     program: str | None = None
     forks: tuple[follow.Fork, ...] = ()
+    spent: int = 0
+    perhaps: tuple[str, ...] = ()
 
     def on(self, gpus: int) -> "Launch":
         """The same launch on so many GPUs."""
@@ -297,6 +300,8 @@ def _shell(text: str, target: Target, name: str, decided: Mapping[str, bool]) ->
         partial,
         supposed=by_default,
         forks=tuple(run.forks),
+        spent=run.spent,
+        perhaps=tuple(run.appended),
     )
 
 
@@ -321,6 +326,8 @@ def _of_another(run: follow.Run, text: str, target: Target) -> Launch | None:
         notes=tuple(notes),
         program=said.program,
         forks=tuple(run.forks),
+        spent=run.spent,
+        perhaps=tuple(run.appended),
     )
 
 
@@ -668,9 +675,11 @@ def _files(node: yaml.Node) -> Iterator[str]:
                 yield f"{key.value}: {inner.value}" if isinstance(inner, yaml.ScalarNode) else str(key.value)
 
 
-def _with_bases(root: yaml.Node | None, path: Path | None, depth: int = 0) -> tuple[yaml.Node | None, list[str]]:
+def _with_bases(
+    root: yaml.Node | None, path: Path | None, above: frozenset[Path] = frozenset()
+) -> tuple[yaml.Node | None, list[str]]:
     """A YAML over the files that it starts from, where they lie beside it, and their names; the others are left to be named."""
-    if path is None or not isinstance(root, yaml.MappingNode) or depth > NESTED:
+    if path is None or not isinstance(root, yaml.MappingNode) or len(above) > NESTED or path in above:
         return root, []
     read_: list[str] = []
     under: yaml.MappingNode = yaml.MappingNode(root.tag, [])
@@ -685,7 +694,7 @@ def _with_bases(root: yaml.Node | None, path: Path | None, depth: int = 0) -> tu
                     away.append(yaml.ScalarNode("tag:yaml.org,2002:str", file))
                     continue
                 text = base.read_text(encoding="utf-8")
-                inner, more = _with_bases(compose(text), base, depth + 1)
+                inner, more = _with_bases(compose(text), base, above | {path})
                 package = "_global_" if "@package _global_" in text else package or group.replace("/", ".")
                 for name in reversed(package.split(".") if package not in ("", "_global_") else []):
                     inner = yaml.MappingNode(root.tag, [(yaml.ScalarNode("tag:yaml.org,2002:str", name), inner)])

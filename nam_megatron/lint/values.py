@@ -147,7 +147,7 @@ class Args:
         self.hanging = hanging or {}
         for name, on in self.hanging.items():
             flag = launch.target.by_dest[name].name
-            self.given[name] = [(flag, Open(on), flag)]
+            self.given[name] = [(flag, Open(on), f"{flag} ?")]
         self.empty = self._never_filled()
         self._estrange()
         # Whether another program reads these words and decides what they leave out: its defaults are not Megatron's.
