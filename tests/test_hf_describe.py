@@ -172,7 +172,7 @@ class Asked(Exception):
         ("watch", "watch", "watch a b --tokenizer t --dataset s --until 6 --seconds 7 --device d", "a b t s d 6 7.0 _progress"),
         ("watch", "watch", "watch a b", "a b None None cpu None 20.0 _progress"),
         ("check", "check", "check a b --length 3 --batch 2 --seed 5 --dtype fp32 --device d --plain", "a b (2, 3) fp32 d True"),
-        ("check", "check", "check a b", "a b (2, 128) bf16 cuda False"),
+        ("check", "check", "check a b", "a b (2, 200) bf16 cuda False"),
         ("evaluate", "evaluate", "evaluate a t,u.yaml --tokenizer k --shots 2 --limit 3 --batch 5 --dtype fp32 --device d",
          "a ['t', 'u.yaml'] k 2 3 5 torch.float32 d torch"),
         ("evaluate", "evaluate", "evaluate a t", "a ['t'] None None None 4 torch.bfloat16 cpu torch"),
@@ -186,7 +186,8 @@ def test_each_verb_hands_on_what_was_said(monkeypatch, module, function, line, w
         raise Asked(" ".join(map(str, shown)))
 
     monkeypatch.setattr(importlib.import_module(f"nam_megatron.hf.{module}"), function, asked)
-    monkeypatch.setattr(export, "config_of", lambda path: SimpleNamespace(vocab_size=9))
+    model = SimpleNamespace(vocab_size=9, to_dict=lambda: {"max_position_embeddings": 200})
+    monkeypatch.setattr(export, "config_of", lambda path: model)
     with pytest.raises(Asked) as said:
         command.main(line.split())
     assert str(said.value) == wanted

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hosts import Hosts
+from pods import Hosts
 
 from launch.record import compare, receipts, report
 from nam_megatron.compile.lower import translate

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "blocks"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from hosts import Hosts
 from measure import LAYOUTS
+from pods import Hosts
 from test_tensor_parallel import assert_same_on_two_ranks
 
 pytestmark = pytest.mark.gpu
