@@ -105,7 +105,7 @@ def shared(context: Context) -> dict[str, Any]:
 
 def software(environ: Mapping[str, str], lock: stack.Lock, plan: Plan) -> Look:
     with ThreadPoolExecutor(1) as pool:
-        tree, compiled = pool.submit(stack.megatron), pool.submit(lambda: [*stack.bytecode_of_megatron()])
+        tree, compiled = pool.submit(stack.megatron), pool.submit(list, stack.bytecode_of_megatron())
         imported = stack.probe(lock, environ)
         finding, state = tree.result()
     installed = stack.versions(lock)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from launch.host.storage import grace
-from launch.run.slurm import for_launch, for_translate
+from launch.run.slurm import for_launch, for_translate, key_of
 from nam_megatron import report
 from nam_megatron.budget import parameters
 from nam_megatron.errors import Problem, raise_if
@@ -144,7 +144,7 @@ def objections(context: "Context") -> Iterator[Problem]:
     if context.cluster.nodes > 1 and context.words["rdma"] is None:
         hint = "`rdma=rdma/NAME`, as `kubectl describe node` lists it; `rdma=none`: they talk over Ethernet"
         yield Problem("which RDMA resource joins the nodes?", key="rdma", hint=hint)
-    said = {word.partition("=")[0].lstrip("+") for word in context.overrides} if context.cluster.nodes > 1 else set()
+    said = {key_of(word) for word in context.overrides} if context.cluster.nodes > 1 else set()
     for key in sorted(said & {"hang", "host", "port", "sign"}):
         message = f"several pods are started without `launch run`, and `{key}` would do nothing"
         yield Problem(message, key=key, hint="leave it out")

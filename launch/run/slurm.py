@@ -21,20 +21,20 @@ SCREEN = ("format", "image", "time", "rdma")
 RUN = ("sanity", "revision", "dirty", "over_memory", "trainer", "port", "hang", "lock", "diagnostic", "sign", "host")
 
 
-def _key(word: str) -> str:
+def key_of(word: str) -> str:
     """What a word of the command line is about, whatever sign stands before it."""
     return word.lstrip("+~").partition("=")[0]
 
 
 def for_launch(overrides: Sequence[str]) -> str:
     """The words of this command line, for another verb on another host."""
-    return shlex.join(w for w in overrides if _key(w) not in SCREEN)
+    return shlex.join(w for w in overrides if key_of(w) not in SCREEN)
 
 
 def for_translate(overrides: Sequence[str]) -> str:
     """Those that choose the recipe."""
     return shlex.join(
-        w for w in overrides if _key(w) not in (*SCREEN, *RUN) and not _key(w).startswith("cluster.waivers")
+        w for w in overrides if key_of(w) not in (*SCREEN, *RUN) and not key_of(w).startswith("cluster.waivers")
     )
 
 
@@ -62,9 +62,9 @@ def sbatch(
     notice = max(grace(one.plan.recipe, parameters(one.plan)[0]) for one in (lowering, *others))
     recipe, array, chosen, output = for_launch(overrides), "", "", "%x-%j.out"
     if (save := r.schedule.save) is not None and not points:
-        first = [word for word in overrides if _key(word) not in ("schedule.load", "schedule.changes")]
+        first = [word for word in overrides if key_of(word) not in ("schedule.load", "schedule.changes")]
         for word in first:
-            if _key(word) == "schedule" and (twice := re.search(r"[{,]\s*(load|changes)\s*:", word)):
+            if key_of(word) == "schedule" and (twice := re.search(r"[{,]\s*(load|changes)\s*:", word)):
                 hint = f"`schedule.{twice[1]}=...` as a word of its own"
                 raise Refused(
                     Problem(f"a requeued job would say another `{twice[1]}` beside this", key="schedule", hint=hint)

@@ -100,9 +100,9 @@ def _fill(
         done += sum(tensor.nbytes for tensor in group)
         say(f"{name}: {done / 1e9:.2f} of {total / 1e9:.2f} GB")
     folder.write_index(part, files)
-    ends = special(tokens) if tokens is not None else {}
+    ends, generation = special(tokens)
     folder.write_json(part / folder.CONFIG, _tree(config, ends))
-    folder.write_json(part / GENERATION, {"use_cache": True, **ends, **ending(tokens)})
+    folder.write_json(part / GENERATION, {"use_cache": True, **generation})
     for name in CODE:
         shutil.copyfile(MODEL / name, part / name)
     # An export is published: what MLflow's address has before its host, and as a query, is not.
@@ -299,7 +299,7 @@ def other_ends(known: Path | None, given: Path, at: Path) -> Iterator[Problem]:
             return
     if known in (None, given) or not all((at / tokenizer.FILE).is_file() for at in (known, given)):
         return
-    if (was := special(known)) != (now := special(given)):
+    if (was := special(known)[0]) != (now := special(given)[0]):
         said = f"`{given}` has {json.dumps(now)}, and `{known}`, which the model was trained with, {json.dumps(was)}"
         yield Problem(said, hint=f"name in `{tokenizer.CONFIG}` the tokens that the model has learned")
 
@@ -311,12 +311,11 @@ def fits(tokens: Path, vocabulary: int) -> None:
         raise Refused(Problem(said, key="model.vocab_size", hint="give the one that the data was built with"))
 
 
-def special(tokens: Path) -> dict[str, int]:
-    """A tokenizer's special tokens as config.json names them."""
-    return {f"{name}_token_id": number for name, number in tokenizer.named(tokens, tokenizer.load(tokens)).items()}
-
-
-def ending(tokens: Path | None) -> dict[str, list[int]]:
-    """All that end a generated text, as generation_config.json names them, where they are several."""
-    found = [] if tokens is None else tokenizer.ends(tokens, tokenizer.load(tokens))
-    return {"eos_token_id": found} if len(found) > 1 else {}
+def special(tokens: Path | None) -> tuple[dict[str, int], dict[str, Any]]:
+    """A tokenizer's special tokens as config.json names them, and as generation_config.json does: all that end a text."""
+    if tokens is None:
+        return {}, {}
+    made = tokenizer.load(tokens)
+    ids = {f"{name}_token_id": number for name, number in tokenizer.named(tokens, made).items()}
+    several = tokenizer.ends(tokens, made)
+    return ids, ids | ({"eos_token_id": several} if len(several) > 1 else {})

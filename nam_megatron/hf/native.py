@@ -339,10 +339,10 @@ def export(
     }
     with folder.making(out) as part:
         _write(part, [made for made, _, _ in theirs.values()], _reader(source, theirs), shard_bytes, say)
-        ends = exports.special(tokens) if tokens is not None else {}
+        ends, generation = exports.special(tokens)
         folder.write_json(part / folder.CONFIG, keys | ends)
         if ends:
-            folder.write_json(part / exports.GENERATION, ends | exports.ending(tokens))
+            folder.write_json(part / exports.GENERATION, generation)
         if tokens is not None:
             tokenizer.copy(tokens, part)
     return of.architecture
