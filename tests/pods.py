@@ -13,12 +13,18 @@ from ports import free_port
 from launch.record import steps
 
 
+def of(count: int, gpus: int) -> list[str]:
+    """gpus: of each host; 0 where the words say how many ranks it has."""
+    own = [f"cluster.gpus_per_node={gpus}"] if gpus else []
+    return ["schedule.log_interval=1", f"cluster.nodes={count}", *own]
+
+
 class Hosts:
     """`count` of them, begun; `at`: what they write."""
 
     def __init__(self, at: Path, count: int, gpus: int, words: Sequence[str]):
         self.logs = [at / f"{number}.log" for number in range(count)]
-        command = [*words, "schedule.log_interval=1", f"cluster.nodes={count}", f"out={at}"]
+        command = [*words, *of(count, gpus), f"out={at}"]
         subprocess.run([sys.executable, "-m", "nam_megatron.translate", *command], check=True, timeout=300)
         shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port())}
         shared["PATH"] = f"{Path(sys.executable).parent}:{shared['PATH']}"

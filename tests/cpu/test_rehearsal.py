@@ -7,7 +7,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pods
 import pytest
+from gpu import test_two_gpus as two
 from pods import Hosts
 
 from launch.record import compare, receipts, report
@@ -69,6 +71,13 @@ def test_two_hosts_train_what_one_does_and_neither_outlives_the_other(tmp_path):
         lost.trained(2)
         lost.lose(0 if "lm loss" in lost.logs[1].read_text() else 1)
         assert all(lost.ended())
+
+
+@pytest.mark.parametrize(("preset", "words"), two.STACKS)
+@pytest.mark.parametrize("more", [two.SIX, two.WAITS], ids=["six", "waits"])
+def test_what_two_hosts_of_gpus_are_told_is_a_recipe(preset, words, more):
+    recipe = load(preset, [*words, *two.SMALL, *more, *pods.of(2, 4)])
+    assert (recipe.cluster.nodes, recipe.world_size) == (2, 8)
 
 
 def test_what_asks_for_a_gpu_is_refused_with_a_hint_that_works():

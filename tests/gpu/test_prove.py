@@ -15,15 +15,15 @@ GRAPHS = (
     "feature.cuda_graphs.warmup_steps=1",
 )
 CASES = {
-    "native, fused": ("nam56r_native_dp_fused", *ONE),
-    "author stack, fused": ("nam56r_fused", *ONE),
-    "author stack, Megatron's MLA": ("nam56r", "execution.mla.kernels=megatron", *ONE),
-    "author stack, recomputed": (
+    "native_fused": ("nam56r_native_dp_fused", *ONE),
+    "author_fused": ("nam56r_fused", *ONE),
+    "author_stock_mla": ("nam56r", "execution.mla.kernels=megatron", *ONE),
+    "author_recomputed": (
         "nam56r_fused", "feature.recompute.granularity=selective", "feature.recompute.modules=[layernorm,mla_up_proj,moe_act]", *ONE,
     ),
-    "native, graphs": ("nam56r_native_dp", *GRAPHS, *ONE),
-    "native, deterministic": ("nam56r_native_dp", "precision.deterministic=true", *ONE),
-    "author stack, deterministic": ("nam56r_fused", "precision.deterministic=true", *ONE),
+    "native_graphs": ("nam56r_native_dp", *GRAPHS, *ONE),
+    "native_deterministic": ("nam56r_native_dp", "precision.deterministic=true", *ONE),
+    "author_deterministic": ("nam56r_fused", "precision.deterministic=true", *ONE),
 }  # fmt: skip
 
 

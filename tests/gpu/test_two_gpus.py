@@ -105,26 +105,27 @@ def test_a_run_of_replays_ends_however_one_rank_does(tmp_path, how):
     assert not code and sorted(log.read(text.splitlines()).steps) == [6], text[-3000:]
 
 
+SIX = (
+    "precision.deterministic=true",
+    "schedule.train_steps=6",
+    "schedule.decay_steps=6",
+    "optim.warmup_steps=0",
+)
+WAITS = "schedule.train_steps=100000", "schedule.timeout_minutes=4", "schedule.steady_timeout_seconds=20"
+
+
 @pytest.mark.parametrize(("preset", "words"), STACKS)
 def test_halves_of_the_gpus_as_two_hosts(tmp_path, preset, words):
     """They train what one host does. If one is lost, the other waits as long as its recipe says, and ends."""
     half = torch.cuda.device_count() // 2
-    words = [f"conf={preset}", *words, *SMALL, "schedule.micro_batch_size=1", f"cluster.gpus_per_node={half}"]
-    six = [
-        *words,
-        "precision.deterministic=true",
-        "schedule.train_steps=6",
-        "schedule.decay_steps=6",
-        "optim.warmup_steps=0",
-    ]
+    words = [f"conf={preset}", *words, *SMALL, "schedule.micro_batch_size=1"]
     found = []
     for name, hosts, gpus in (("two", 2, half), ("one", 1, 2 * half)):
-        with Hosts(tmp_path / name, hosts, gpus, [*six, f"cluster.gpus_per_node={gpus}"]) as run:
+        with Hosts(tmp_path / name, hosts, gpus, [*words, *SIX]) as run:
             assert not any(run.ended()), run.logs[0].read_text()[-3000:]
             found.append([(s["lm loss"], s["grad norm"]) for s in run.steps().values()])
     assert len(found[0]) == 6 and found[0] == found[1]
-    waits = ("schedule.train_steps=100000", "schedule.timeout_minutes=4", "schedule.steady_timeout_seconds=20")
-    with Hosts(tmp_path / "lost", 2, half, [*words, *waits]) as lost:
+    with Hosts(tmp_path / "lost", 2, half, [*words, *WAITS]) as lost:
         lost.trained(2)
         lost.lose(0 if lost.logs[1].read_text().count("lm loss") else 1)
         assert all(lost.ended())
