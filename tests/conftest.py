@@ -7,6 +7,7 @@ from itertools import islice
 
 import pytest
 from hypothesis import settings
+from tiers import SLOW_ALONE, few
 
 # Said before anybody imports torch or NumPy, and to every process below: each of several workers, and each rank, would start a thread
 # for every core, and those of tiny matrices spend their time waiting for one another.
@@ -30,7 +31,7 @@ gc.disable()
 LONGEST = (
     "tests/nemo/test_bridge.py::test_inside",
     "tests/test_mutants.py::test_mistakes",
-    "tests/blocks/test_tensor_parallel.py::test_two",
+    "tests/test_docs_lines.py::test_the_first_hour",
     "tests/cpu/test_rehearsal.py::test_ten",
     "tests/exported/test_exported.py::test_inside",
 )
@@ -42,9 +43,12 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
     """GPU tests run only where they are asked for (`-m gpu`), so that nothing is skipped silently elsewhere. And each worker of xdist's
     worksteal, which has its share of the items in their order, begins with its share of the longest."""
+    config.stash[SLOW_ALONE] = few(items)
+    yield  # pytest leaves out what -m and -k do not say
     if "gpu" not in (config.option.markexpr or ""):
         gpu = [item for item in items if item.get_closest_marker("gpu")]
         items[:] = [item for item in items if item not in gpu]

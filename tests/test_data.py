@@ -245,6 +245,7 @@ def contents(out: Path) -> dict[str, bytes]:
     return {str(p.relative_to(out)): p.read_bytes() for p in out.rglob("*") if p.is_file()}
 
 
+@pytest.mark.slow
 def test_the_number_of_processes_does_not_change_the_result(tmp_path, bpe, monkeypatch):
     monkeypatch.setattr(sources, "PIECE", 2000)
     first, last = (
@@ -295,6 +296,7 @@ def test_a_killed_build_goes_on_and_ends_the_same(tmp_path, bpe, monkeypatch):
     assert len(finished) == before, "a finished build was done again"
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_a_line_whatever_the_processes_do(tmp_path, bpe):
     jsonl(tmp_path / "a.jsonl", TEXTS * 100)
     options = ["--tokenizer", str(bpe), "--valid", "0.2", "--duplicates", "keep", "--workers", "2"]

@@ -111,6 +111,7 @@ def own(tmp_path):
     return tmp_path / "clone"
 
 
+@pytest.mark.slow
 def test_the_tutorials_own_model_is_what_megatron_builds_and_the_same_on_two_ranks(own):
     program = Path(sys.executable).with_name("nam")
     for words in ("verify", "prove resume=false steps=1 +overlay=tp_sp cluster=h200_2"):

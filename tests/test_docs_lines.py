@@ -129,6 +129,7 @@ def shop(tmp_path_factory):
     return folder
 
 
+@pytest.mark.few(12)
 @of("run")
 def test_a_line_runs_as_it_stands(page, command, shop):
     words = re.sub(r"\[(receipts/B) \.\.\.\]", r"\1", command)
@@ -197,6 +198,7 @@ def helped(words: list[str]) -> None:
     assert all(word in done.stdout for word in words[end:] if word.startswith("--")), done.stdout
 
 
+@pytest.mark.slow
 def test_the_first_hour_from_a_run_to_a_comparison(tmp_path, shop):
     """README's and the tutorial's lines one after another, as an installed package runs them: RUN is what the run named."""
     site = unpacked(tmp_path)

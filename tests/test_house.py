@@ -6,14 +6,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import house
 import pytest
+from tiers import SLOW_ALONE, few
 
 from nam_megatron.recipe.keys import keys_at
 
 # What each measure is at most. One that gets better takes its bound along.
-CIRCLE, PRIVATE, PYTHON, GOLDEN = 1, 0, 124_149, 9_500
+CIRCLE, PRIVATE, PYTHON, GOLDEN = 1, 0, 124_350, 9_500
 
 
 def test_imports_keep_to_the_layers():
@@ -39,6 +41,33 @@ def test_the_house_does_not_grow_past_its_walls():
     counts = house.lines()
     python = sum(n for area, n in counts.items() if area != "golden")
     assert python <= PYTHON and counts["golden"] <= GOLDEN, counts
+
+
+def test_each_file_of_tests_has_quick_ones(pytestconfig):
+    """And so has each test of which few cases are; of all that is collected, whatever runs of it."""
+    assert pytestconfig.stash[SLOW_ALONE] == []
+
+
+@pytest.mark.parametrize(("said", "quick"), [((1,), "a"), ((2,), "ac"), (("b", "d"), "bd"), (("x",), "")])
+def test_few_cases_are_quick(said, quick):
+    class Case:
+        def __init__(self, name):
+            self.nodeid, self.callspec, self.marks = (
+                f"t.py::t[{name}]",
+                SimpleNamespace(id=name),
+                {"few": pytest.mark.few(*said)},
+            )
+
+        def get_closest_marker(self, name):
+            return self.marks.get(name)
+
+        def add_marker(self, name):
+            self.marks[name] = name
+
+    cases = {name: Case(name) for name in "abcd"}
+    alone = few([*cases.values()])
+    assert "".join(name for name, case in cases.items() if "slow" not in case.marks) == quick
+    assert alone == ([] if quick else ["t.py", "t.py::t"])
 
 
 # A key of a recipe, and a file of this repository, where a text names one; not `feature.NAME` nor `targets/vX_Y.py`.

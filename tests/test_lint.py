@@ -914,6 +914,7 @@ def test_json_is_the_same_for_programs():
 # Our own presets -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("form", [*argv.FORMATS, "run.sh"])
 def test_preset_in_every_form_is_clean(name, form):
@@ -941,6 +942,7 @@ def of(path: Path):
     return lint(path.read_text(), str(path))
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("file", ["plan.json", "run.sh"])
 def test_plan_of_a_preset_is_told_as_it_is_trained(name, file, out):
@@ -1017,6 +1019,7 @@ def test_script_that_departs_from_its_plan_will_fail(was, now, says, out):
     assert (finding.id, finding.severity, finding.detail) == ("not-the-plan", FAIL, says)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_plan_comes_back_as_its_own_recipe(name, tmp_path):
     made = recipe.make(lint(argv.plan_json(lowered(name))), Path("back.yaml"))
@@ -1032,6 +1035,7 @@ def test_plan_comes_back_as_its_own_recipe(name, tmp_path):
     assert again == was
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -1445,6 +1449,7 @@ SNIPPETS = st.sampled_from([
 ])  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=500, deadline=None)
 @given(
     st.one_of(
@@ -1474,6 +1479,7 @@ ODD = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_flags_are_described_and_checked(data):

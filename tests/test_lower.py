@@ -129,6 +129,7 @@ def test_trap_mla_without_rope_type(name):
         assert "rope_type" not in said
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_trap_gqa_under_mla_loses_its_positions(name):
     """`*` and --multi-latent-attention never meet, MTP's part included; a recipe that mixes them is refused."""
@@ -389,6 +390,7 @@ def fake_world(size):
 LAYOUTS = list(itertools.product((1, 2, 4), (1, 2, 3), (1, 2), (1, 2, 4), (1, 2)))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("world", [1, 2, 4, 6, 8, 16])
 def test_group_sizes_are_megatrons(world):
     """Every layout that Megatron can group has our sizes; every other one is refused."""

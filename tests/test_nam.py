@@ -23,6 +23,7 @@ def nam(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run([NAM, *words], capture_output=True, text=True, timeout=600, check=False)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "name", [name for name in cli.COMMANDS if name != "nemo"]
 )  # whose help is Hydra's own, of all groups

@@ -26,6 +26,7 @@ GPUS = {1: ["cluster=h200_1"], 2: ["cluster=h200_2"], 4: ["cluster=h200_4"], 8: 
 GPUS[16] = ["cluster=h200_2x8", "parallel.pipeline=2"]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("gpus", GPUS)
 @pytest.mark.parametrize("name", NAMES)
 def test_preset_is_what_megatron_builds(name, gpus, oracle):
@@ -123,6 +124,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("variant", [*VARIANTS, *ODD])
 def test_variant_is_what_megatron_builds(variant, oracle):
     verdict = verify(lowered(*VARIANTS[variant]) if variant in VARIANTS else odd(variant)[2], oracle)
@@ -289,6 +291,7 @@ def test_no_reviewed_field_is_gone_from_megatron(oracle):
     assert {*demanded, *derived} - fields == set()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["nam56r", "nam56r_native_dp_fp8"])
 def test_sample_of_changed_flags_is_noticed(name, oracle):
     assert mutate_flags.run(name, oracle, every=4)["survivors"] == []

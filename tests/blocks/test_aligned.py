@@ -66,6 +66,7 @@ def test_columns_are_a_multiple(columns, multiple, zeros):
     assert out.shape == (columns + zeros, 2) and out[:columns].all() and not out[columns:].any()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"cp": 2}], ids=str)
 def test_the_model_is_the_same(layout, monkeypatch):
     """NAM56R's 1,580 columns in bf16, 790 of a tensor rank."""
@@ -88,5 +89,6 @@ def test_the_model_is_the_same(layout, monkeypatch):
         assert far and not {name: e for name, e in far.items() if not e < 1e-2}
 
 
+@pytest.mark.slow
 def test_the_kernel():
     assert "3 passed" in interpreter.passes("tests/gpu/test_columns.py")

@@ -220,6 +220,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("pieces", [1, 4])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_it_is_megatrons_model(kernels, stock, layout, pieces):
@@ -233,6 +234,7 @@ def test_it_is_megatrons_model(kernels, stock, layout, pieces):
         assert error < 1e-4, f"gradient of {key}: off by {error:.1e}"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", [CASE, replace(CASE, pattern="+MDD|-MDD", pp=2)], ids=["pp1", "pp2_1f1b"])
 def test_full_recompute_changes_no_bit_however_layers_are_grouped(kernels, layout):
     """Chunks that cut share groups, layers recomputed beside others that are not: each takes back its own microbatch's top-k."""
@@ -323,6 +325,7 @@ def told():
         return line_of(TOLD)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "layout",
     [dict(tp=2), dict(pattern="+M|DD-DD", pp=2, config=full("uniform", 2)), dict(cp=2), dict(tp=2, dp=2)],
@@ -402,5 +405,6 @@ def test_kernels_compile_for_hopper(monkeypatch):
     assert all(kernel.metadata.shared <= 227 * 1024 for kernel in compiled.values()), "more than an SM's shared memory"
 
 
+@pytest.mark.slow
 def test_kernels_in_the_interpreter():
     interpreter.passes("tests/gpu/test_dsa.py")

@@ -192,6 +192,7 @@ def whole():
     return train(CASE)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "layout", [dict(tp=2), dict(tp=2, config={"sequence_parallel": False}), dict(pp=2), dict(cp=2)], ids=str
 )
@@ -222,6 +223,7 @@ def tell(rig) -> None:
     GAUGES.step(0, 1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("span", [8, 64], ids=["the last tokens", "all of them"])
 def test_every_layout_tells_the_same_gain(monkeypatch, span):
     monkeypatch.setattr(layer, "GAIN_SPAN", span)
@@ -434,5 +436,6 @@ if INTERPRETED:
             assert error < 1e-3, f"gradient of {key}: off by {error:.1e}"
 
 
+@pytest.mark.slow
 def test_kernels_in_the_interpreter():
     interpreter.passes("tests/gpu/test_m2rnn.py", f"{__file__}::test_fused_layer_is_the_naive_one")

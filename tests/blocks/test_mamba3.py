@@ -140,6 +140,7 @@ def test_groups_share_their_keys():
 # The kernels ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_kernels_in_tritons_interpreter():
     assert "39 passed, 16 deselected" in interpreter.passes("tests/gpu/test_mamba3.py")
 

@@ -63,6 +63,7 @@ def same(found, wanted):
         assert error < 1e-4, f"gradient of {key}: off by {error:.1e}"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("wanted", "case"),
     [
@@ -162,5 +163,6 @@ def test_a_config_that_no_recipe_leads_to_is_our_mistake(ours, config, said):
         on_ranks(replace(CASE, config=config), lambda rig: None)
 
 
+@pytest.mark.slow
 def test_kernels_in_the_interpreter():
     interpreter.passes("tests/gpu/test_mla.py")

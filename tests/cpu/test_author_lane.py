@@ -71,12 +71,14 @@ def test_it_learns_with_every_loss_on(one_rank):
     assert not logged(one_rank, "DSA kept 9"), "which reuses the top-k of layer 5"
 
 
+@pytest.mark.slow
 def test_two_tensor_ranks_train_the_same_model(tmp_path, one_rank):
     """From other random weights, since each rank draws its own: what is the same is how it learns."""
     ranks = steps(tmp_path, "cluster=h200_2", "parallel.tensor=2", "parallel.sequence=true", world=2)
     assert trained(ranks) == pytest.approx(trained(one_rank), abs=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reshardable", ["false", "true"])
 def test_it_is_saved_and_gone_on_with(tmp_path, one_rank, reshardable):
     """Megatron writes the moments of fp32 parameters as those of others, or stops where their sizes differ; see group_order."""

@@ -218,6 +218,7 @@ def test_a_recipe_that_cannot_be_is_a_row_with_its_reason(tmp_path):
     assert entry["error"].startswith("error: 1 GPU cannot hold tensor 3")
 
 
+@pytest.mark.slow
 def test_every_rung_is_a_plan_that_can_be_trained():
     for overrides, _ in throughput.RUNGS.values():
         assert measure.lowered(throughput.PRESET, (*throughput.CUT, *overrides)).plan.not_built == ()
@@ -448,6 +449,7 @@ def test_a_job_that_outlives_its_sitting_is_killed_with_all_it_started(tmp_path)
     assert not alive
 
 
+@pytest.mark.slow
 def test_what_waits_for_gpus_are_commands_that_there_are():
     """Each job's file, its recipes and its tests; what it measures needs the GPU."""
     for name, job in sitting.JOBS.items():

@@ -74,6 +74,7 @@ def test_inverted_bytes_of_a_shard_are_not_trained(step, tmp_path, name):
     assert "iteration" not in ranks[0].out + ranks[1].out
 
 
+@pytest.mark.slow
 def test_every_mutation_of_the_index_is_a_finding(step):
     """Its checksums made anew, so that the index itself is what is judged: a finding or a sound index, never an exception."""
     path, rng, refused = step / ".metadata", random.Random(17), 0

@@ -79,6 +79,7 @@ if INTERPRETED:
         assert d[4:].isnan().all()
 
 
+@pytest.mark.slow
 def test_kernels_and_models_in_the_interpreter():
     ours = (
         f"{__file__}::test_{name}"

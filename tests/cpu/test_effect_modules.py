@@ -117,6 +117,7 @@ OF_KINDS = [
 ]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("kind", "key"), OF_KINDS)
 def test_every_place_tells_the_same_of_a_kind(kind, key, tmp_path):
     """Plan, strip, lint of the written plan, the budget's parameters, and the real model's; of a key or a feature that adds some, too."""
@@ -294,6 +295,7 @@ def in_a_process(job: Callable[[], object]) -> None:
     job()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", [*OF, *SECTION])
 def test_a_layer_reads_what_its_recipe_says(kind):
     proof.warm()

@@ -130,6 +130,7 @@ def test_code_that_changes_while_it_is_read_is_another_and_ends_no_training(tmp_
     assert asked and events.read(tmp_path, "mine", source="a hash").other == "source"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_in_the_background_is_saved_once_it_is_whole(tmp_path):
     words = (f"schedule.save={tmp_path}/ckpt", "schedule.save_interval=4", "schedule.async_save=true", *SHORT)
     said = told(tmp_path, *words, before=in_background)

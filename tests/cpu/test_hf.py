@@ -222,6 +222,7 @@ def in_megatron(job) -> None:
 
 
 # Without their fused kernel Megatron turns heads in bf16, and of plain attention little else would be compared.
+@pytest.mark.few("native-fp32", "author-fp32", "author-bf16")
 @pytest.mark.parametrize(
     ("name", "dtype"), [(n, d) for n in EVERY for d in ("fp32", "bf16") if d == "fp32" or n not in ("llama tp", "yarn")]
 )
@@ -283,6 +284,7 @@ def test_a_norm_without_weights_of_a_checkpoint_scales_nothing(centered):
     torch.testing.assert_close(made(torch.ones(8)), torch.ones(8))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["native", "author", "author streams"])
 def test_a_hundred_greedy_continuations_are_megatrons(made, name):
     """Megatron computes every sequence anew, the export from its caches."""
@@ -401,10 +403,11 @@ def test_a_host_without_a_gpu_is_told_so(made, capsys):
 def test_the_export_of_another_step_is_named(made, tmp_path):
     checkpoint, exported = made("native")
     assert check.of_another(checkpoint, exported) is None
-    other = made("native gated")[0]
+    other = made("author")[0]
     assert "from another checkpoint, `iter_0000003`" in (check.of_another(other, exported) or "")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", EVERY)
 def test_import_of_export_is_the_checkpoint_to_the_last_bit(made, tmp_path, name):
     checkpoint, exported = made(name)
@@ -418,6 +421,7 @@ def test_import_of_export_is_the_checkpoint_to_the_last_bit(made, tmp_path, name
         assert torch.equal(x.view(torch.uint8), y.view(torch.uint8)), key
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["native", "author"])
 def test_training_starts_from_imported_weights(made, tmp_path, name):
     """The first loss is that of the trained weights, not of fresh ones; another layout may read them."""
@@ -440,6 +444,7 @@ def test_training_starts_from_imported_weights(made, tmp_path, name):
     assert two[0] == pytest.approx(one[0], abs=1e-2)
 
 
+@pytest.mark.slow
 def test_imported_weights_begin_a_run_of_its_own(made, tmp_path):
     """With another optimizer, seed and end, and without the head that predicts ahead; never with another model."""
     checkpoint, exported = made("author")
@@ -461,7 +466,10 @@ def test_imported_weights_begin_a_run_of_its_own(made, tmp_path):
 # Decoding ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["native", "native gated", "author", "author odd", "author streams", *PUBLIC])
+FURTHER = ("native gated", "author odd", "author streams", *PUBLIC)
+
+
+@pytest.fixture(params=["native", "author", *(pytest.param(name, marks=pytest.mark.slow) for name in FURTHER)])
 def model(request, made) -> NamForCausalLM:
     return open_model(made(request.param)[1], torch.float32)
 
@@ -644,6 +652,7 @@ def fresh(tmp_path_factory) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", start]
 
 
+@pytest.mark.slow
 def test_exports_open_without_us_and_without_megatron(made, fresh, tmp_path):
     exports = [made(name)[1] for name in ("native gated", "author")]
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "HF_"))}
@@ -900,6 +909,7 @@ def test_kernels_on_a_cpu_are_refused_before_anything_is_read(tmp_path, capsys, 
     assert "the kernels of `nam_megatron` compute on a GPU, not on `cpu`" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_the_config_does_not_take_is_refused_before_a_shard_is_written(made, tmp_path, capsys):
     shutil.copytree(made("yarn")[0], tmp_path / "ckpt")
     tree = to_tree(load_plan(tmp_path / "ckpt" / "plan.json").plan.recipe)
@@ -910,6 +920,7 @@ def test_what_the_config_does_not_take_is_refused_before_a_shard_is_written(made
     assert generate.main([str(tmp_path / "ckpt"), "--prompt", "x", "--tokenizer", str(tmp_path)]) == 2
 
 
+@pytest.mark.slow
 def test_learned_positions_are_not_outrun(made, capsys):
     checkpoint, export = made("gpt")
     model = open_model(export, torch.float32)
@@ -960,6 +971,7 @@ def test_a_cut_checkpoint_is_refused_by_tensor(made, tmp_path, prompts, capsys):
     assert f"in `{path}` is damaged" in said and "error: `" in said
 
 
+@pytest.mark.slow
 def test_another_plan_is_refused_by_key(made, tmp_path, capsys):
     words = ["import", str(made("author")[1]), str(made("author odd")[0] / "plan.json"), str(tmp_path / "out")]
     assert command.main(words) == 2
@@ -978,6 +990,7 @@ def test_the_nearest_plan_is_a_checkpoints(tmp_path):
         assert export.plan_of(step, step) == path
 
 
+@pytest.mark.slow
 def test_a_plan_of_other_angles_is_refused(made):
     """They have no tensor that would be missed."""
     checkpoint, exported = made("llama tp")

@@ -278,5 +278,6 @@ def test_kernels_compile_for_hopper(monkeypatch, tmp_path, streams):
     assert all(kernel.metadata.shared <= 227 * 1024 for kernel in compiled.values()), "more than an SM's shared memory"
 
 
+@pytest.mark.slow
 def test_kernels_in_the_interpreter():
     interpreter.passes("tests/gpu/test_mhc.py")

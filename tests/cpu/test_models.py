@@ -337,6 +337,7 @@ def test_native_preset_has_the_measured_number_of_parameters():
 # Training -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layout_is_the_same_model(whole, family, layout):
@@ -352,6 +353,7 @@ def test_every_layout_is_the_same_model(whole, family, layout):
     assert not far
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
 def test_learned_positions_are_one_table_in_every_layout(layout):
     """Whole on each tensor rank, on the first stage alone; and no table of Megatron's optimizers, which marks that of words."""
@@ -372,6 +374,7 @@ def test_learned_positions_are_one_table_in_every_layout(layout):
     torch.testing.assert_close(other.gradients[key], table, rtol=1e-4, atol=1e-4 * table.abs().max().item())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"dp": 2}], ids=str)
 def test_the_local_dispatcher_trains_what_allgather_does(layout):
     """Row by row the same values: the losses are equal, and gradients differ in the order of sums alone."""
@@ -380,6 +383,7 @@ def test_the_local_dispatcher_trains_what_allgather_does(layout):
     torch.testing.assert_close(ours.gradients, theirs.gradients, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sharded", [True, False], ids=["in the sharded optimizer's buffer", "in no buffer"])
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"dp": 2}], ids=str)
 def test_torchs_grouped_gemm_trains_what_transformer_engines_does(layout, sharded, monkeypatch):
@@ -406,6 +410,7 @@ def test_what_is_no_number_or_nothing_has_its_row_at_an_expert_too():
     assert of.local_map.tolist() == [[False, True], [True, True]] and probs[1, 1].isnan()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("forked", [False, True], ids=["", "router"])
 @pytest.mark.parametrize(
     "layout", [{"dp": 2, "ep": 2}, {"tp": 2, "ep": 2}, {"dp": 4, "ep": 4}, {"dp": 4, "ep": 2}], ids=str
@@ -613,6 +618,7 @@ def test_each_expert_multiplies_its_own_rows(accumulate, counts, apart):
         torch.testing.assert_close(found.double(), w.grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}], ids=str)
 def test_the_strided_mixer_is_megatrons(layout):
     """The same values, and what its scan sees is the projection itself, not a copy."""
@@ -635,6 +641,7 @@ def test_the_strided_mixer_is_megatrons(layout):
     torch.testing.assert_close(found.gradients, expected.gradients, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}], ids=str)
 def test_columns_of_zeros_behind_mamba2s_projection_are_nobodys(layout, monkeypatch):
     """200 columns, or 100 of a tensor rank: the scan gets those, in place; as many as FP8 GEMMs want go through the projection."""
@@ -660,6 +667,7 @@ def test_columns_of_zeros_behind_mamba2s_projection_are_nobodys(layout, monkeypa
     torch.testing.assert_close(found.gradients, expected.gradients, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}], ids=str)
 def test_the_strided_norm_is_given_what_the_scan_wrote(layout):
     """No copy between them, and the same values."""
@@ -834,6 +842,7 @@ def expert_biases(model):
     return [b for name, b in model.named_buffers() if name.endswith("expert_bias")]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("written", "read"), [("tp2", "tp2"), ("one", "tp2"), ("tp2", "one"), ("pp2", "ep2")])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_checkpoint_is_read_in_any_layout(tmp_path, family, written, read):

@@ -81,6 +81,7 @@ def agree(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert off <= RELATIVE and torch.equal(found.argmax(-1), expected.argmax(-1)), off
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", published.ALL)
 def test_what_is_read_of_a_config_has_the_parameters_of_its_class(name, tmp_path):
     """And a recipe has them, too, or says which argument of Megatron's it has not."""
@@ -98,6 +99,7 @@ def test_what_is_read_of_a_config_has_the_parameters_of_its_class(name, tmp_path
         assert parameters(published.lowering(tmp_path).plan)[0] == total
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", published.MODELS)
 def test_megatron_computes_the_same_logits(made, name):
     folder, plan, weights = made(name)
@@ -116,6 +118,7 @@ def test_megatron_computes_the_same_logits(made, name):
 SECOND = {"glm_4_7_flash": "glm4_moe_lite", "qwen3_5_moe": "qwen3_5_moe_text"}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", published.MODELS)
 def test_what_goes_back_is_what_came_to_the_bit(made, name, tmp_path):
     """And transformers opens it by its own class, with nothing of ours and the same model."""
@@ -135,6 +138,7 @@ def test_what_goes_back_is_what_came_to_the_bit(made, name, tmp_path):
     assert again == native.described(published.keys(folder), "first")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("file", "said", "all_of"), [
     ("generation_config.json", [5, 2, 7], [5, 2, 7]), ("config.json", [5, 7, 128, "x"], [2, 5, 7]), ("generation_config.json", 5, [2, 5]),
 ])  # fmt: skip
@@ -239,6 +243,7 @@ def layouts() -> Iterator[tuple[str, str]]:
     yield "deepseek_v3", "ep"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "layout"), sorted(layouts()))
 def test_any_layout_reads_the_weights(made, name, layout, tmp_path):
     """TP, EP: each rank's logits. PP, whose stages pass nothing here: both stages' weights, saved again."""
@@ -913,6 +918,7 @@ def test_adapters_do_not_go_into_damaged_weights(made, tmp_path):
         shard.write_bytes(whole)
 
 
+@pytest.mark.slow
 def test_a_published_model_goes_on_for_twenty_steps_and_back(made, tmp_path):
     """What no step moves, here the experts' bias, comes back to the bit; all else has moved, and transformers opens it."""
     folder, _, weights = made("glm4_moe")

@@ -57,6 +57,7 @@ def test_ten_steps_from_the_launcher_to_the_page(short):
     assert "GPUs" not in page and "h200" not in page and "<td>transformer_engine</td>" not in page
 
 
+@pytest.mark.slow
 def test_two_hosts_train_what_one_does_and_neither_outlives_the_other(tmp_path):
     words = ["conf=nam56r_smoke", "cluster=cpu", "schedule.global_batch_size=4", *SMALL]
     six = [*words, "schedule.train_steps=6", "schedule.decay_steps=6"]

@@ -74,6 +74,7 @@ def test_commands_that_stop_and_resume_are_one_run(whole, at_two, tmp_path):
     assert end == [losses[4], pytest.approx((losses[4] + losses[5]) / 2, abs=1e-6)]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_in_the_background_is_named_once_it_is_whole(whole, at_two, tmp_path):
     """Two ranks write two of them slowly while training goes on; the command's end waits for them, and one rank goes on."""
     save, seen = tmp_path / "ckpt", tmp_path / "seen"
@@ -124,6 +125,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_a_run_goes_on_in_another_layout_and_comes_back(whole, at_two, tmp_path, layout):
     """Two ranks do steps 3 and 4, one rank the rest: the losses are those of one rank throughout, but for bf16's rounding."""
@@ -136,6 +138,7 @@ def test_a_run_goes_on_in_another_layout_and_comes_back(whole, at_two, tmp_path,
     assert abs(losses[5] - losses[2]) > 5e-2, "the losses move too little to tell steps apart"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_with_the_state_of_other_weights_is_refused(tmp_path):
     """As Megatron alone writes it where gradients have several buckets; its weights are right, and so is its first loss."""
 
@@ -153,6 +156,7 @@ def test_a_checkpoint_with_the_state_of_other_weights_is_refused(tmp_path):
     assert "the optimizer's fp32 weights are not those of the model: " in rank.err and "schedule.load" in rank.err
 
 
+@pytest.mark.slow
 def test_weights_gathered_in_fp8_are_not_held_against_their_state(whole, at_two, tmp_path):
     """Their checkpoint has them as FP8 rounded them, and the state as it was before."""
 
@@ -172,6 +176,7 @@ def test_weights_gathered_in_fp8_are_not_held_against_their_state(whole, at_two,
     assert len(on) == 1 and on[0] != whole[1][2]
 
 
+@pytest.mark.slow
 def test_a_sharded_run_is_the_run_and_goes_on_as_it_was(tmp_path):
     """Tensor, sequence and expert parallelism under Megatron-FSDP, which no GPU of ours was needed for: four ranks over gloo."""
     layout = (
@@ -220,6 +225,7 @@ def staged(at_two: tuple[str, ...], folder: Path, values: dict) -> tuple[str, ..
     return (*kept, *changed, f"schedule.save={folder}", f"schedule.changes=[{','.join(STAGE)}]")
 
 
+@pytest.mark.slow
 def test_a_next_stage_has_its_own_rates_and_the_state(whole, at_two, tmp_path):
     """Changed in nothing it is the run; else its rates are the new curve's at the steps counted from the run's first."""
     *_, third, fourth, fifth, sixth = whole[1]
@@ -248,6 +254,7 @@ def rates_of_groups() -> None:
     OptimizerParamScheduler.step = told
 
 
+@pytest.mark.slow
 def test_a_next_stage_on_two_ranks_under_muon(tmp_path):
     """Its momentum is the checkpoint's, and the new rates are of both optimizers' groups."""
     words = (
@@ -270,6 +277,7 @@ def test_a_next_stage_on_two_ranks_under_muon(tmp_path):
     assert int(groups) > 2 and [float(rate) for rate in last] == [pytest.approx(0.0004)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["parallel.expert=2", "parallel.pipeline=2"])
 def test_a_next_stage_over_two_ranks_is_the_stage_of_one(at_two, tmp_path, layout):
     one = trained(run(tmp_path, *staged(at_two, tmp_path / "one", LOWER)))
@@ -280,6 +288,7 @@ def test_a_next_stage_over_two_ranks_is_the_stage_of_one(at_two, tmp_path, layou
     assert [float(rate) for rate in ends] == [pytest.approx(0.0004)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("said", [None, "4"])
 def test_a_checkpoint_that_was_exchanged_once_it_was_judged_is_refused(whole, tmp_path, said):
     """Megatron began with random weights where its tracker was gone by then, and with whatever step it named."""
@@ -426,11 +435,13 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_success(tmp_path):
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.slow
 def test_a_signal_without_a_checkpoint_folder_ends_the_run_with_success(tmp_path):
     ranks = run(tmp_path, "schedule.train_steps=5", before=partial(signal_in, 2, signal.SIGTERM))
     assert len(trained(ranks)) == 2
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_job_and_is_named(tmp_path):
     """Under a real torchrun: the other rank is not waited for, and the rank and its signal are said."""
     words = command(tmp_path, "cluster=h200_2", "schedule.train_steps=50")
@@ -486,6 +497,7 @@ def test_a_run_goes_on_with_its_data_and_no_other(tmp_path):
     assert len(trained(run(tmp_path, *save, on))) == 2
 
 
+@pytest.mark.slow
 def test_a_nan_with_a_checkpoint_folder_saves_the_state_before_it(tmp_path):
     save = (f"schedule.save={tmp_path}/ckpt", "schedule.save_interval=100", "schedule.train_steps=4")
     (rank,) = run(tmp_path, *save, before=partial(poison, 3, "decoder.layers.4"))

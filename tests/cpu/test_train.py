@@ -303,6 +303,7 @@ def test_the_log_divides_by_a_gpus_share_of_a_sequence():
     assert train.operations(one) == cost.cost(one).model * 32 == 2 * train.operations(two)
 
 
+@pytest.mark.slow
 def test_a_refusal_is_said_once_under_torchrun(tmp_path):
     """Two ranks that refuse at the same time: whoever ends first must not take the message with it."""
     words = [
@@ -356,6 +357,7 @@ def test_the_trainer_says_its_last_step_whatever_the_log_hides(tmp_path):
     assert (max(said.steps), steps.last_step(said)) == (2, 3)
 
 
+@pytest.mark.slow
 def test_two_data_parallel_ranks_are_one(tmp_path, eight_steps):
     """Same seed, same data, half the microbatches each; and every step is logged once, by one rank."""
     assert trained(run(tmp_path, *EIGHT, "cluster=h200_2", world=2)) == pytest.approx(eight_steps, abs=2e-2)
@@ -376,6 +378,7 @@ def gemm_of_te() -> None:
     pretrain.leave = lambda: (leave(), print(f"{len(calls)} GEMMs"))
 
 
+@pytest.mark.slow
 def test_gradients_that_the_gemm_adds_are_the_same(tmp_path, eight_steps):
     """Megatron's linear layers demand APEX for this; with TE's GEMM in its place they learn the same."""
     (rank,) = run(tmp_path, *EIGHT, "precision.fused_grad_accumulation=true", before=gemm_of_te)
@@ -385,6 +388,7 @@ def test_gradients_that_the_gemm_adds_are_the_same(tmp_path, eight_steps):
     )  # at least the output layer, in each of two microbatches
 
 
+@pytest.mark.slow
 def test_what_only_makes_it_faster_learns_the_same(tmp_path, eight_steps):
     """The dispatcher and the mixer that are ours, and the activation that Megatron fuses: from the recipe to the last step."""
     keys = ("moe.dispatcher=local", "moe.fused_weighted_squared_relu=true", "mamba2.strided=true")
@@ -393,6 +397,7 @@ def test_what_only_makes_it_faster_learns_the_same(tmp_path, eight_steps):
     assert trained(faster) == pytest.approx(eight_steps, abs=1e-2)
 
 
+@pytest.mark.slow
 def test_the_recipe_chooses_the_loss(tmp_path):
     """Without a GPU ours is refused, not replaced; where it is there, each stage of the pipeline gets it before it is wrapped."""
     (rank,) = run(tmp_path, "precision.cross_entropy=fused")
@@ -431,6 +436,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_layouts_train(tmp_path, layout):
     ranks = run(tmp_path, "cluster=h200_2", *layout, world=2)
@@ -446,6 +452,7 @@ def test_layouts_train(tmp_path, layout):
         assert logged(ranks, f"mtp_{depth} loss") == pytest.approx([5.55, 5.55], abs=0.1)
 
 
+@pytest.mark.slow
 def test_a_stage_without_experts_takes_part_in_the_log_of_theirs(tmp_path):
     """Megatron's stages would add up as many numbers as layers here, as MoE layers there: the first line would not come."""
     words = ("cluster=h200_2", "parallel.pipeline=2", "model.pattern=AEE|AMM", "model.blocks.moe.aux_loss_coeff=0.01")
@@ -489,6 +496,7 @@ def changed(ranks: list[pretend.Rank]) -> list[str]:
     return [name for rank in ranks for name in rank.out.split("changed: ")[1].splitlines()[0].split()]
 
 
+@pytest.mark.slow
 def test_residual_streams_learn(tmp_path):
     """Over a pipeline's cut, which two of them cross; every map of the six layers moves, in fp32 among bf16."""
     streams = ("feature.mhc.streams=2", "feature.mhc.kernels=naive", "parallel.pipeline=2", "cluster=h200_2")
@@ -499,6 +507,7 @@ def test_residual_streams_learn(tmp_path):
     assert sum(name.endswith("mapping_proj.weight") for name in moved) == 6 and len(moved) >= 6 * 4
 
 
+@pytest.mark.slow
 def test_n_gram_rows_learn_beside_muon(tmp_path):
     ngrams = ("feature.ngram_hash.enabled=true", "feature.ngram_hash.buckets=64", "feature.ngram_hash.width=4")
     three = ("schedule.train_steps=3", "schedule.decay_steps=3", "optim.lr=0.01", "optim.warmup_steps=0")
@@ -510,6 +519,7 @@ def test_n_gram_rows_learn_beside_muon(tmp_path):
     assert 0 < share < 1
 
 
+@pytest.mark.slow
 def test_one_rank_speaks(tmp_path):
     """No line is printed by two ranks, warnings included."""
     first, last = (
@@ -840,6 +850,7 @@ def poison(step: int, module: str) -> None:
     pretrain.NamModelBuilder.build_model = poisoned
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("step", [1, 3])
 @pytest.mark.parametrize(
     ("module", "named"),
@@ -856,6 +867,7 @@ def test_a_nan_ends_the_run_and_is_traced(tmp_path, step, module, named):
     assert len(logged([rank])) == step - 1
 
 
+@pytest.mark.slow
 def test_a_nan_in_an_earlier_pipeline_stage_is_traced_there(tmp_path):
     layout = ("cluster=h200_2", "parallel.pipeline=2")
     first, last = run(tmp_path, *layout, world=2, before=partial(_poison_first_stage, 2))

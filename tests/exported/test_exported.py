@@ -57,13 +57,19 @@ def python_of(version: str) -> Path:
     return at / "bin" / "python"
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_inside(version, exports, tmp_path):
-    """All checks pass, in one process and without us."""
+@pytest.mark.parametrize("version", [pytest.param("oldest", marks=pytest.mark.slow), "newest"])
+def test_inside(version, exports, tmp_path, pytestconfig):
+    """All checks of this tier pass, in one process and without us."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "PYTHON", "HF_"))}
     env |= {"NAM_EXPORTS": str(exports), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     line = [python_of(version), "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    line += [f"--confcutdir={INSIDE}", f"--rootdir={INSIDE}", *sorted(INSIDE.glob("check_*.py"))]
+    line += [
+        "-m",
+        pytestconfig.option.markexpr,
+        f"--confcutdir={INSIDE}",
+        f"--rootdir={INSIDE}",
+        *sorted(INSIDE.glob("check_*.py")),
+    ]
     ran = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 

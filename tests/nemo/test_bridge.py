@@ -29,11 +29,12 @@ def python() -> Path:
     return ENVIRONMENT / "bin" / "python"
 
 
-def test_inside(python):
-    """All checks pass, in one process: importing Bridge costs more than most of them."""
+def test_inside(python, pytestconfig):
+    """All checks of this tier pass, in one process: importing Bridge costs more than most of them."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     env = {k: v for k, v in env.items() if not k.startswith("PYTEST_")}
     command = [python, "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--confcutdir={INSIDE}"]
+    command += ["-m", pytestconfig.option.markexpr]
     ran = subprocess.run(
         [*command, *sorted(INSIDE.glob("check_*.py"))], cwd=ROOT, env=env, capture_output=True, text=True, check=False
     )

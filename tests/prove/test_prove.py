@@ -43,6 +43,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize("preset", ["nam56r", "nam56r_native_dp", "nam52_h200_sparse_8_11_ref_v1", "nam56r_fused"])
 def test_the_cut_keeps_what_makes_a_layout(preset, layout):
@@ -427,6 +428,7 @@ def command(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(run, capture_output=True, text=True, timeout=600, check=False)
 
 
+@pytest.mark.slow
 def test_the_author_stack_in_two_tensor_ranks_is_proven():
     """From the command line, with a resume in either direction: what is proven, how far off, and what is not."""
     ran = command("conf=nam56r", *planted.CASES["tensor"][1], "format=json")
@@ -759,6 +761,7 @@ SAMPLE = {
 }  # fmt: skip
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("words", SAMPLE.values(), ids=SAMPLE.keys())
 def test_a_sample_of_layouts_is_proven(words):
     preset, *overrides = words
@@ -809,6 +812,7 @@ def test_bits_in_another_place_are_other_bits(monkeypatch, other):
     assert bits([[1.0, 1.0]]) != bits([[2.0, 2.0]])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_a_second_run_with_other_bits_is_told_by_the_module_that_first_had_them(backward):
     """Over two stages, whose layers are counted through."""
@@ -846,6 +850,7 @@ def ending(tmp_path, *words):
     return ended, said, made
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("numbers", "code", "said"),
     [
@@ -909,6 +914,7 @@ def test_a_rank_that_is_no_fork_is_given_what_a_fork_has(preset):
         assert pickle.loads(pickle.dumps(side)) == side
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     ("other", "then"), [(fails, waits), (waits, waits), (ends, ends)], ids=["failed", "late", "done"]
@@ -1060,6 +1066,7 @@ def benches():
         one.__exit__(None, None, None)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_bug_is_found(benches, name):
     bug = planted.BUGS[name]

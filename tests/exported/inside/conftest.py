@@ -10,13 +10,14 @@ from transformers import AutoModelForCausalLM
 
 EXPORTS = Path(os.environ["NAM_EXPORTS"])
 NAMES = sorted(path.name for path in EXPORTS.iterdir() if (path / "config.json").is_file())
+MARKS = {name: pytest.mark.slow for name in NAMES if name not in ("author", "native")}
 
 
 def opened(name: str, dtype=torch.float32, **more):
     return AutoModelForCausalLM.from_pretrained(EXPORTS / name, trust_remote_code=True, dtype=dtype, **more)
 
 
-@pytest.fixture(scope="session", params=NAMES)
+@pytest.fixture(scope="session", params=[pytest.param(name, marks=MARKS.get(name, ())) for name in NAMES])
 def name(request) -> str:
     return request.param
 

@@ -70,6 +70,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("preset", [*SHAPES, "nam56r_nemo_native"])
 def test_yaml_there_and_back_is_equal(preset, tmp_path):
     made = nemo.recipe(preset)
@@ -89,6 +90,7 @@ PLAIN = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("preset", PLAIN)
 def test_lint_reads_what_bridge_writes(preset, tmp_path):
     """The fields alone, without the recipe that ours carries, are the words of its command line again; with it they are its plan."""
@@ -110,6 +112,7 @@ def test_lint_reads_what_bridge_writes(preset, tmp_path):
     assert found.model.count.total == carried.model.count.total
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("world", [1, 8, 16])
 @pytest.mark.parametrize("preset", SHAPES)
 def test_it_validates_on_any_number_of_gpus(preset, world, ranks):

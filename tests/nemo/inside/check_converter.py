@@ -41,6 +41,7 @@ def test_an_export_whose_config_is_not_its_plans_is_refused(tmp_path):
         NamBridge().provider_bridge(SimpleNamespace(model_name_or_path=tmp_path))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("lane", "world"), [("native", 1), ("native", 2), ("author", 1)])
 def test_an_export_through_autobridge_there_and_back(lane, world, tmp_path, monkeypatch):
     """The same logits, the same bits, also over two tensor ranks; and no other converter takes the model."""

@@ -147,6 +147,7 @@ def differing(section: str, config, values) -> dict[str, tuple]:
     return found
 
 
+@pytest.mark.few(8)
 def test_bridges_container_agrees_with_the_parser(case, monkeypatch):
     lowering, values = case
     made = container(lowering)

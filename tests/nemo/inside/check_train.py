@@ -166,6 +166,7 @@ def pretended() -> None:
     container.NamProvider.provide = without_fused_rope
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_both_train_the_same(layout, tmp_path):
     by_megatron = ran(tmp_path / "plan.json", lambda words: train.main(words, time.time()), *LAYOUTS[layout])
@@ -201,6 +202,7 @@ def by_loop(name: str, folder: Path, words: Sequence[str]) -> int:
     return 0
 
 
+@pytest.mark.slow
 def test_one_recipe_by_every_loop_has_the_same_losses(tmp_path):
     """Nemotron's where its source is: last run on 2026-11-28 with e27b371, `NAM_NEMOTRON=FOLDER/src`."""
     rank = Path(__file__).with_name("rank.py")
@@ -403,6 +405,7 @@ def watched(words: list[str]) -> int:
     return by_bridge(words)
 
 
+@pytest.mark.slow
 def test_answers_alone_are_learned_from_pretrained_weights_and_resumed(pretrained, tmp_path):
     saves = (f"schedule.save={tmp_path / 'out'}", "schedule.save_interval=2")
     whole = ran(tmp_path / "plan.json", watched, *sft(pretrained))
@@ -451,6 +454,7 @@ def test_an_index_of_other_samples_is_forgotten(tmp_path):
     assert indexed('{"a": 1}\n') == [8]
 
 
+@pytest.mark.slow
 def test_a_blend_of_answers_is_learned_in_its_shares_and_resumed(pretrained, tmp_path):
     for name, chosen in (("few", SAMPLES[:3]), ("rest", SAMPLES[3:])):
         (tmp_path / name).mkdir()
@@ -525,6 +529,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", ["native", "designed"])
 def test_every_adapter_learns_and_nothing_else(kinds, designed, tmp_path):
     words = (*sft(designed, {"native": "bridge"}.get(kinds, kinds)), *KINDS[kinds], *STAYS)

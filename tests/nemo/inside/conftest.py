@@ -22,6 +22,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "cpu")]
 sys.path += [str(TESTS / "nemo" / "stand_in"), str(TESTS.parent / "benchmarks")]
 
 import pretend  # noqa: E402, F401  imports Megatron
+import tiers  # noqa: E402
 
 from nam_megatron.nemo import engine  # noqa: E402
 from nam_megatron.runtime import oracle as asked  # noqa: E402
@@ -61,6 +62,11 @@ import nam_megatron.nemo.pretrain  # noqa: E402, F401  imports Bridge
 
 # What each fork would do anew: read its parsers' help from source code, and look for garbage among all that was imported.
 ArgumentGroupFactory._get_field_docstrings = lambda *_: {}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    assert not tiers.few(items)
 
 
 def pytest_collection_finish() -> None:
