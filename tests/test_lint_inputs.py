@@ -908,6 +908,10 @@ def test_file_without_arguments_is_refused(inside, tmp_path):
         ("llama2_7b.sh", "--hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 11008 --rotary-seq-len-interpolation-factor 1",
          set()),
         ("llama2_17b.sh", "--hidden-size 2048 --num-attention-heads 32", set()),
+        ("Patch-llama2-7b/qwen1_5/run_qwen.sh", "--hidden-size 4096 --num-attention-heads 32", set()),  # a repository of both
+        ("Patch-llama2-7b/run_llama.sh", "--hidden-size 4096 --num-attention-heads 32", {"without --ffn-hidden-size"}),
+        ("mixtral_8x7b.sh", "--hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 8 "
+         "--ffn-hidden-size 14336 --rotary-base 1000000", {"without --num-experts"}),
     ],
 )  # fmt: skip
 def test_a_name_is_held_against_the_models_card(name, flags, finds):

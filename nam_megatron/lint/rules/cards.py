@@ -21,6 +21,7 @@ FROM_CARD = re.compile(r"--(use-bridge|bridge-.+|(.+-)?hf-.+|from-hf.*)")
 # slime's and miles' of these: a tokenizer and what some flags are held against; the model is the flags', but for `... bridge`.
 BESIDE_CARD = re.compile(r"--(hf-checkpoint|megatron-to-hf-mode)")
 # Words that make another model of a name.
+MAKERS = re.compile("llama|mi[sx]tral|qwen|deepseek|kimi|nemotron|gpt-?oss|gemma|glm")
 OTHER = re.compile(r"(?<![a-z])(mini|tiny|toy|small|proxy|draft|debug|lite|like|tests?)(?![a-z])")
 
 # Of a card's key: Megatron's argument, and what the launch has; NotKnown where the model has nothing of the sort.
@@ -50,7 +51,7 @@ VALUES: Mapping[str, tuple[str, Callable[[Args, Model], Any]]] = {
     "qkv_bias": ("add_qkv_bias", lambda a, m: _if("attention" in m.kinds, a.add_qkv_bias or a.add_bias_linear)),
     "qk_norm": ("qk_layernorm", lambda a, m: _if("attention" in m.kinds, a.qk_layernorm)),
     "tied": ("untie_embeddings_and_output_weights", lambda a, m: not a.untie_embeddings_and_output_weights),
-    "experts": ("num_experts", lambda a, m: _if(m.moe, a.num_experts)),
+    "experts": ("num_experts", lambda a, m: a.num_experts),  # none, where a script forgets to hand them on
     "top_k": ("moe_router_topk", lambda a, m: _if(m.moe, a.moe_router_topk)),
     "moe_ffn": ("moe_ffn_hidden_size", lambda a, m: _if(m.moe, m.moe_ffn)),
     "shared": ("moe_shared_expert_intermediate_size", lambda a, m: _if(m.moe, a.moe_shared_expert_intermediate_size)),
@@ -100,12 +101,15 @@ def names(a: Args) -> Iterator[str]:
 
 
 def _own_name(path: str) -> str:
-    """Of a file's path what says which model it is: its end, as far up as needed; a folder is often of several."""
+    """Of a file's path what says which model it is: its end, as far up as needed; a folder is often of several, or another maker's."""
     parts = path.split("/")
-    ends = ["/".join(parts[-n:]) for n in range(1, len(parts))]
-    return next(
-        (end for end in ends if any(f.search(_plain(end)) and s.search(_plain(end)) for _, f, s, _ in _cards())), path
-    )
+    ends = [_plain("/".join(parts[-n:])) for n in range(1, len(parts) + 1)]
+    makers = {*next(filter(None, map(MAKERS.findall, ends)), ())}  # of the nearest name that has one
+    for end in ends:
+        for name, family, size, _ in _cards():
+            if family.search(end) and size.search(end) and makers.issuperset(MAKERS.findall(name.lower())):
+                return end
+    return ends[0]
 
 
 def _plain(word: str) -> str:
