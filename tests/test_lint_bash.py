@@ -96,6 +96,7 @@ SCRIPTS = [
     'X=a*b; RUN "${X%b}" "${X#[ab]}" ${X%x}',
     'X=a4; RUN ${X#a}',
     'RUN $(seq 2 4)',
+    "RUN 1 `# that's a comment` 2",
     'X=$(seq 4); RUN $X',
     'for i in $(seq 4 1); do X=5; done; X=${X:-4}; RUN $X',
     'while true; do X=4; break; done; RUN $X',

@@ -714,12 +714,16 @@ class Follower:
                 return [self.arithmetic(part.text)]
             case "var":
                 return self.variable(part.text)
+        if re.fullmatch(r"\s*#.*", part.text):  # `# a comment` between a command's words
+            return []
         return self.sequence(part.text) or [hole(_brief(part.text))]
 
     def sequence(self, text: str) -> list[str]:
         """The numbers of `seq LAST` or `seq FIRST LAST` as one text of lines, an array with a letter between; else nothing."""
         if found := JOINED.fullmatch(text):
             return [found[1].join(self.variable(f"{found[2]}[@]"))]
+        if not re.match(r"\s*seq\s", text):
+            return []
         match = re.fullmatch(r"\s*seq\s+(?:(-?\d{1,9})\s+)?(-?\d{1,9})\s*", self.joined(blanks_kept(text)))
         return ["\n".join(_counted(match[1] or "1", match[2]))] if match else []
 
