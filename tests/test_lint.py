@@ -1802,6 +1802,7 @@ MIXTRAL = " ".join(words(MOE | {"--moe-router-topk": None, "--untie-embeddings-a
         ("stray-word", "s.sh", "CKPT=<Path (e.g. /345m)>\nVOCAB=<PATH> (e.g., /v.json)\npython t.py --num-layers 2 --load $CKPT", ()),
         ("idle-flag", "rl.sh", f'A="--grpo-group-size 16 {DESCRIBED}"\n', ("\n", "\ntorchrun t.py $A")),
         ("idle-flag", "p.sh", f"torchrun t.py {DESCRIBED} --profile-step-start 3 --use-pytorch-profiler", ()),
+        ("idle-flag", "p.sh", f"torchrun t.py {DESCRIBED} --split-ag", ("split-ag", "bulk-wgrad --offload-modules moe_act")),
         ("bad-value", "z.sh", f"torchrun pretrain_gpt.py {DESCRIBED} --its-a --its-b --its-c --recompute-method chunk", ("--its-c", "")),
         ("pipeline-split", "z.sh", f"torchrun t.py {DESCRIBED} --pipeline-model-parallel-size 3 --pad-layers", ("--pad-layers", "")),
         ("default-top-k", "m.sh", f"torchrun pretrain_gpt.py {DESCRIBED} --num-experts 8 --moe-type mixtral", ("--moe-type mixtral", "")),

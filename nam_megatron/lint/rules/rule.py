@@ -80,9 +80,9 @@ def each(a: Args, names: Iterable[str]) -> list[str]:
 
 
 def off(a: Args, name: str) -> bool:
-    """Whether a flag's value asks for nothing: its default, unless that is a strength, which a person says who wants it."""
+    """Whether a flag's value asks for nothing: off, or its default, unless that is a strength, which a person says who wants it."""
     value, default = a.value(name), a.target.by_dest[name].default
     strength = (
         isinstance(value, float) and value not in (0, 1) and a.launch.kind in ("shell", "yaml") and not a.elsewhere
     )
-    return value == "" or (value is False and default is not True) or (value == default and not strength)
+    return value == "" or value is False or (value == default and not strength)
