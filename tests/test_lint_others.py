@@ -380,7 +380,7 @@ NEMO = "trainer:\n  devices: 8\n  num_nodes: 2\nexp_manager: {}\nmodel:\n  num_l
 
 
 def test_a_config_of_the_first_nemos_is_its_own():
-    found = lint(NEMO + "  optim:\n    lr: 1e-3\n", "m.yaml")
+    found = lint(NEMO + "  openai_gelu: true\n  optim:\n    lr: 1e-3\n", "m.yaml")
     assert (found.launch.program, found.launch.gpus, found.args.num_layers, found.args.lr) == ("NeMo", 16, 4, 0.001)
     assert [f.id for f in found.findings] == ["not-positive"] and not found.args.said("normalization")
     assert lint(NEMO.replace("exp_manager: {}\n", ""), "m.yaml").launch.program is None
@@ -509,6 +509,7 @@ def test_no_recipe_says_what_to_do_about_it(text, hint):
         ("ep_comm_overlap: true", set()),
         ("reduce_scatter_with_fp32_accumulation: true", set()),
         ("pad_buckets_for_high_nccl_busbw: true", set()),
+        ("overlap_param_gather_with_optim_step: true", set()),
         ("data_paths: [a]", set()),
         ("param_offload: true", set()),
         ("moe_token_dispatcher_type: all2all", {"bad-value"}),
@@ -572,6 +573,13 @@ def test_a_field_of_a_recipe_is_known_where_the_text_decides_it(more, body, valu
     found = lint(text, "recipe.py").args
     assert found.said("num_layers") and type(found.value("num_layers")).__name__ == ("Open" if value is None else "int")
     assert value is None or found.value("num_layers") == value
+
+
+def test_what_a_recipe_takes_back_or_has_changed_is_not_said():
+    body = "cfg.model.num_layers = 4; cfg.model.num_query_groups = 8; cfg.model.num_layers = cfg.model.num_query_groups = None"
+    flex = "m = cfg.model; m.moe_token_dispatcher_type = 'alltoall'; m.moe_flex_dispatcher_num_sms = 16; apply_flex_dispatcher_backend(m)"
+    found = lint(RECIPE_HEAD.replace("{more}", "") + f"    {body}; {flex}\n    return cfg\n", "recipe.py")
+    assert not found.findings and not found.args.any_said("num_layers", "num_query_groups")
 
 
 @pytest.mark.parametrize("body", ["setattr(cfg.model, size, 4)", "cfg.model = GPTModelProvider(num_layers=4, **size)"])

@@ -194,7 +194,8 @@ PROGRAMS = (
         {"model.encoder_seq_length": "seq_length"},
         (("trainer.num_nodes", "trainer.devices"),),
         marks=("trainer", "exp_manager"),
-        own=("normalization", "optimizer", "name", "precision", "params_dtype", "seed", "position_embedding_type", "dist_ckpt_format"),
+        own=("normalization", "optimizer", "name", "precision", "params_dtype", "seed", "position_embedding_type", "dist_ckpt_format",
+             "openai_gelu", "apply_residual_connection_post_layernorm"),
     ),
     Program("Primus", {"modules.*.overrides": "args"}, model=("modules.*.model",)),
 )  # fmt: skip
@@ -282,10 +283,10 @@ def flags(fields: Iterable[tuple[str, str, Any]], target: Target) -> tuple[list[
     said: dict[str, dict[str, Any]] = {}
     without: dict[str, None] = {}
     held: dict[str, dict[str, Any]] = {}
-    fields = list(fields)
-    for section, name, value in fields:
+    last = {(section, name): value for section, name, value in fields}  # which may be None: taken back
+    for (section, name), value in last.items():
         held.setdefault(section, {})[name] = value
-    for section, name, value in fields:
+    for (section, name), value in last.items():
         rule = SPELLED.get(f"{section}.{name}", SPELLED.get(name)) if section != "args" and not _open(value) else None
         pairs = (
             list(rule(value, held[section]))
@@ -423,4 +424,5 @@ def nearly(field: str, target: Target) -> bool:
         one != other and max(len(one), len(other)) < 3 for one, other in pairs
     ):  # `ep_comm_overlap` is of another thing
         return False
-    return difflib.SequenceMatcher(None, name, close).ratio() >= MISSPELT
+    # `..._optim_step` is a shorter word for another's `..._optimizer_step`, and no slip.
+    return abs(len(name) - len(close)) < 3 and difflib.SequenceMatcher(None, name, close).ratio() >= MISSPELT

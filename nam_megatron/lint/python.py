@@ -485,6 +485,9 @@ class Recipe(Walk):
                 self.unknown.append(f"`{_brief(node)}` (line {node.lineno})")
             return
         self.fields += self.providers.get(name, [])
+        if name == "apply_flex_dispatcher_backend" and node.args and (alias := self.section(node.args[0])):
+            for changed in ("moe_token_dispatcher_type", "moe_shared_expert_overlap"):
+                self.set(alias, changed, hole(name))  # Bridge's, which looks at the GPU
         for word in node.keywords:
             if section and word.arg is None:
                 self.unknown.append(f"`**{_brief(word.value)}` (line {node.lineno})")
