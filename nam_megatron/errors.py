@@ -7,7 +7,7 @@ import io
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TextIO
 
@@ -31,6 +31,7 @@ UNSHOWN = dict.fromkeys(
     "\N{REPLACEMENT CHARACTER}",
 )
 ROOM = "give it somewhere with room"
+MAKES_ROOM = {errno.EFBIG: "raise `ulimit -f`"} | dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room there")
 
 
 class Places(Protocol):
@@ -199,6 +200,20 @@ def keyless(command: Callable[[], int]) -> int:
             raise
         sys.stderr.write(Refused(Problem(f"`{err.filename}`: {err.strerror}", law="file-error")).render())
     return REFUSED
+
+
+@contextlib.contextmanager
+def writing(folder: "Path", key: str | None = None, hint: str | None = None) -> Iterator[None]:
+    """What the system objects to, as a refusal that names the folder. key: by which another would be named."""
+    try:
+        yield
+    except OSError as err:
+        raise Refused(unwritable(folder, err, key, hint)) from None
+
+
+def unwritable(folder: "Path", err: OSError, key: str | None = None, hint: str | None = None) -> Problem:
+    hint = hint or MAKES_ROOM.get(err.errno or 0) or f"name a folder you may write to: `{key}=DIR`"
+    return Problem(f"cannot write to `{folder}`: {err.strerror}", key=key, hint=hint, law="not-writable")
 
 
 def not_there(path: "Path", key: str | None = None) -> Problem:

@@ -139,9 +139,12 @@ def source() -> str:
     return tree_hash(PACKAGE.parent, PACKAGE.name)
 
 
-def digest(plan: Path) -> str | None:
-    """SHA-256 of a plan's file; None where there is none."""
-    return hashlib.sha256(plan.read_bytes()).hexdigest() if plan.is_file() else None
+def digest(path: Path) -> str | None:
+    """SHA-256 of a file; None where there is none: a pipe would be waited for."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def early(code: object, done: int, signalled: bool, every: int | None) -> str:

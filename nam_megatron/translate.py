@@ -25,7 +25,7 @@ from nam_megatron.compile import argv
 from nam_megatron.compile.lower import Lowering, translate
 from nam_megatron.compile.sources import Sources, shown
 from nam_megatron.data import indexed
-from nam_megatron.errors import INCOMPLETE, OK, Problem, Refused, folded, likely, quoted, raise_if
+from nam_megatron.errors import INCOMPLETE, OK, Problem, Refused, folded, likely, quoted, raise_if, unwritable
 from nam_megatron.features.names import FEATURES
 from nam_megatron.laws import book, page
 from nam_megatron.recipe import Device, Recipe, conf_dir, config_at, device, keys_at, keys_hint, load, value_at
@@ -168,14 +168,7 @@ def write(lowering: Lowering, folder: Path) -> None:
         for name, part in parts.items():
             part.replace(folder / name)
     except OSError as err:
-        raise Refused(
-            Problem(
-                f"cannot write to `{folder}`: {err.strerror}",
-                key="out",
-                hint="name a folder you may write to",
-                law="not-writable",
-            )
-        ) from None
+        raise Refused(unwritable(folder, err, "out")) from None
     finally:
         with contextlib.suppress(OSError):
             for part in parts.values():

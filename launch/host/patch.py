@@ -11,7 +11,6 @@ beside the packages first; one that was cut off (a kill, a full disk) is finishe
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -23,7 +22,8 @@ from pathlib import Path
 
 from launch.host import changes
 from launch.host.patches import Queue, find, installed, objections, queues
-from nam_megatron.errors import FINDINGS, OK, Problem, Refused, raise_if
+from nam_megatron.errors import FINDINGS, OK, Problem, Refused, raise_if, writing
+from nam_megatron.events import digest
 
 BASE_TAG = "pristine"
 LIST = "journal.json"
@@ -74,7 +74,7 @@ def _apply(queue: Queue, root: Path, commits: bool) -> str:
         _record(queue, root, copy)
         _finish(queue, root)
         if commits:
-            with _writing(root, "it is patched, and is no repository; unpack it again"):
+            with writing(root, hint="it is patched, and is no repository; unpack it again"):
                 shutil.copytree(copy / ".git", root / ".git.part", dirs_exist_ok=True)
                 os.replace(root / ".git.part", root / ".git")
     return f"{queue.name}: {len(queue.series)} patch{'es' * (len(queue.series) != 1)} applied, tree {queue.after}"
@@ -211,12 +211,12 @@ def _record(queue: Queue, root: Path, copy: Path) -> None:
     """Write down what brings `root` to `copy`, on the disk before this returns; changes no file of the packages. Raises Refused."""
     folder = _journal(queue, root)
     entries: list[list[str | None]] = []
-    with _writing(root, "nothing was patched"):
+    with writing(root, hint="nothing was patched"):
         try:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
             for path in sorted({*queue.files(root), *queue.files(copy)}):
-                was, becomes = _hash(root / path), _hash(copy / path)
+                was, becomes = digest(root / path), digest(copy / path)
                 if was == becomes:
                     continue
                 if becomes:
@@ -237,7 +237,7 @@ def cut_off(queue: Queue, root: Path) -> bool:
 def _entries(queue: Queue, root: Path) -> list[tuple[str, str | None, str | None]]:
     with contextlib.suppress(OSError, ValueError, TypeError):
         found = [(path, was, becomes) for path, was, becomes in json.loads((_journal(queue, root) / LIST).read_bytes())]
-        if all(_hash(root / path) in (was, becomes) for path, was, becomes in found):
+        if all(digest(root / path) in (was, becomes) for path, was, becomes in found):
             return found
     return []
 
@@ -246,18 +246,14 @@ def _finish(queue: Queue, root: Path) -> None:
     """Do what the journal says, as far as it is not done. A new file takes the old one's place: installers link files to a shared
     cache. Raises Refused.
     """
-    with _writing(root, FINISH.format(project=queue.project)):
+    with writing(root, hint=FINISH.format(project=queue.project)):
         for number, (path, _, becomes) in enumerate(_entries(queue, root)):
             if becomes is None:
                 (root / path).unlink(missing_ok=True)
-            elif _hash(root / path) != becomes:
+            elif digest(root / path) != becomes:
                 (root / path).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(_journal(queue, root) / str(number), root / path)
         shutil.rmtree(_journal(queue, root))
-
-
-def _hash(path: Path) -> str | None:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -265,14 +261,6 @@ def _write(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-@contextlib.contextmanager
-def _writing(root: Path, hint: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as err:
-        raise Refused(Problem(f"cannot write to `{root}`: {err.strerror}", hint=hint)) from None
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ signatures (`launch.record.signature`), made with a key that he does not have.
 """
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
@@ -26,11 +25,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from fnmatch import fnmatch
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from launch.record.redact import Redactor
+from nam_megatron import errors
 from nam_megatron.errors import Problem, Refused, quoted, raise_if
 from nam_megatron.recipe import at
 from nam_megatron.words.regular import irregular
@@ -49,6 +50,8 @@ RESERVED = 4 << 20  # bytes
 RUN = re.compile(r"\d{8}T\d{6}Z-[A-Za-z0-9_][\w.-]*-[0-9a-f]{6}", re.ASCII)
 LONGEST = 20  # digits of a whole number
 MOST = 1 << 20  # ranks
+writing = partial(errors.writing, key="cluster.storage.receipts")
+unwritable = partial(errors.unwritable, key="cluster.storage.receipts")
 # Of what type the parts are that readers take apart; any of them may be missing, or null.
 TYPES: tuple[tuple[str, tuple[type, ...]], ...] = (
     (
@@ -538,22 +541,6 @@ def _synced(folder: Path) -> None:
         os.fsync(at)
     finally:
         os.close(at)
-
-
-@contextlib.contextmanager
-def writing(where: Path, key: str = "cluster.storage.receipts") -> Iterator[None]:
-    """What the system objects to, as a refusal that names the folder."""
-    try:
-        yield
-    except OSError as err:
-        raise Refused(unwritable(where, err, key)) from None
-
-
-def unwritable(where: Path, err: OSError, key: str) -> Problem:
-    full = err.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    said = "the disk is full" if full else err.strerror
-    hint = "make room there" if full else f"name a folder you may write to: `{key}=DIR`"
-    return Problem(f"cannot write to `{where}`: {said}", key=key, hint=hint)
 
 
 def plain(node: Any) -> Any:

@@ -139,7 +139,7 @@ def attempt(context: Context, opened: Receipt, signals: Signals, start: Start) -
                 file.write(diff.encode("utf-8", "surrogateescape"))
     nonce = opened.content["nonce"]
     environ = {**context.child_environ, **job.inside(opened.folder, nonce)}
-    with receipt.writing(context.scratch, "cluster.storage.scratch"):
+    with receipt.writing(context.scratch, key="cluster.storage.scratch"):
         Path(environ["TMPDIR"]).mkdir(parents=True, exist_ok=True)
     several = slurm.hosts(context.environ) if context.cluster.nodes > 1 else ()
     head, name = (several[0], context.environ[slurm.JOB]) if several else ("", "")
@@ -155,7 +155,7 @@ def attempt(context: Context, opened: Receipt, signals: Signals, start: Start) -
     except Hung as hung:
         return Verdict("failed", FINDINGS, f"it hung: {hung}")
     except OSError as err:
-        problem = receipt.unwritable(opened.folder, err, "cluster.storage.receipts")
+        problem = receipt.unwritable(opened.folder, err)
         sys.stderr.write(Refused(problem).render())
         return Verdict("failed", FINDINGS, problem.message)
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,9 @@ def tree(data: "Data", root: Path = Path()) -> dict[str, Any] | None:
     if data.tokenizer is not None:
         files |= _tokenizer(root / data.tokenizer)
     return {"version": 1, "files": files} if files else None
+
+
+read = cache(tree)  # for a process that judges, signs and compares the same data: gigabytes are read once
 
 
 def hashes(tree: Any) -> dict[str, str] | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, FileSystemWriter, filesystem, metadata
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, FileSystemWriter, metadata
 from torch.distributed.checkpoint import save as save_checkpoint
 
 from nam_megatron.blocks.exported import Tensor
@@ -23,7 +23,7 @@ from nam_megatron.compile.argv import plan_json
 from nam_megatron.compile.lower import Lowering
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.judge.resume import PLAN
-from nam_megatron.runtime import checksums
+from nam_megatron.runtime import checkpoint, checksums
 from nam_megatron.tracker import RELEASE, TRACKER, newest
 from nam_megatron.words.regular import closed, irregular
 
@@ -33,25 +33,10 @@ METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 
-_ALLOWED = {
-    (metadata.__name__, name): getattr(metadata, name)
-    for name in (
-        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
-        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
-    )
-}  # fmt: skip
-_ALLOWED |= {(filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo, ("torch", "Size"): torch.Size}
-_ALLOWED |= {("torch.serialization", "_get_layout"): torch.serialization._get_layout}
-_ALLOWED |= {("collections", "OrderedDict"): dict, ("pathlib", "PosixPath"): lambda *parts: "/".join(parts)}
 
-
-class _Names(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if found := _ALLOWED.get((module, name)):
-            return found
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        raise pickle.UnpicklingError(f"it asks for `{module}.{name}`, which no index needs")
+class _Names(checkpoint.Index):
+    def made(self, module: str, name: str) -> Any:
+        return pickle.Unpickler.find_class(self, module, name)  # the class itself
 
 
 def step_folder(checkpoint: Path) -> Path:

@@ -234,7 +234,7 @@ def _placed(d: same.Difference) -> bool:
 def another_data(known: Mapping[str, str], data: Data) -> Iterator[Problem]:
     """Where data is not that of a checkpoint, of which `known` are the hashes."""
     try:
-        now = identity.hashes(identity.tree(data)) or {}
+        now = identity.hashes(identity.read(data)) or {}
     except Refused as refused:
         yield from refused.problems
         return

@@ -40,8 +40,8 @@ def _uneven_batch(schedule: Schedule, recipe: Recipe) -> Words | None:
 
 def _remote(recipe: Recipe) -> Iterator[Words]:
     """Keys of places that are no folders of this host."""
-    sections = recipe.cluster.storage, recipe.schedule, recipe.data, recipe.feature.tracking
-    for at, section in zip(("cluster.storage", "schedule", "data", "feature.tracking"), sections, strict=True):
+    sections = {"cluster.storage": recipe.cluster.storage, "schedule": recipe.schedule, "data": recipe.data}
+    for at, section in (sections | {"feature.tracking": recipe.feature.tracking}).items():
         for key, text in _texts(section.model_dump() if section else None, at):
             if "://" in text and key != f"{TRACKED}mlflow":  # its client takes addresses
                 yield {"key": key, "path": text}

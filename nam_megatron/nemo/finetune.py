@@ -21,8 +21,8 @@ from nam_megatron import tracker
 from nam_megatron.compile.argv import plan_json
 from nam_megatron.compile.lower import Lowering
 from nam_megatron.data.identity import SAMPLES
-from nam_megatron.data.manifest import digest
 from nam_megatron.errors import Problem, Refused
+from nam_megatron.events import digest
 from nam_megatron.judge import resume, same
 from nam_megatron.nemo import guards
 from nam_megatron.recipe import Recipe
@@ -218,14 +218,10 @@ def forget(recipe: Recipe) -> None:
 def _began(recipe: Recipe) -> dict[str, str]:
     folder = Path(recipe.schedule.pretrained or "")
     step = tracker.newest(folder)
-    found = {"schedule.pretrained": resume.in_a_word(step, _digest(step / checksums.NAME))}
+    found = {"schedule.pretrained": resume.in_a_word(step, digest(step / checksums.NAME) or "")}
     if recipe.data.sft:
-        found[recipe.data.key] = " ".join(_digest(Path(folder) / SAMPLES) for folder in recipe.data.folders)
+        found[recipe.data.key] = " ".join(digest(Path(folder) / SAMPLES) or "" for folder in recipe.data.folders)
     return found
-
-
-def _digest(path: Path) -> str:
-    return digest(path) if path.is_file() else ""
 
 
 def resumed(recipe: Recipe) -> Iterator[Problem]:

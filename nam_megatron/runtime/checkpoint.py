@@ -10,12 +10,13 @@ import re
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nam_megatron import tracker
+from nam_megatron import errors, tracker
 from nam_megatron.compile.argv import plan_json
 from nam_megatron.compile.lower import Lowering
 from nam_megatron.data import identity
@@ -32,7 +33,6 @@ LOCK = "run.lock"
 SAVING: dict[Path, int] = {}  # folders that this process saves into, and their locks
 # Folders that this process has judged, their newest step then, and the hash of its checksums.
 JUDGED: dict[Path, tuple[str, str]] = {}
-SAID: dict[Any, Any] = {}  # what it has signed of its data, by `recipe.data`
 FOREIGN = re.compile(r"GLOBAL ([\w.]{1,80})")  # in what torch says of a class that may not be loaded
 # All that the index of a checkpoint is made of (torch 2.11), by module. Nothing else is looked up while it is read.
 INDEX = {
@@ -200,10 +200,13 @@ def unsafe(path: Path, offset: int, length: int) -> str | None:
 class Index(pickle.Unpickler):
     """Reads `.metadata`: every class in it becomes an inert one, and one that has no place in an index is an error."""
 
-    def find_class(self, module: str, name: str) -> type:
+    def find_class(self, module: str, name: str) -> Any:
         if name in INDEX.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            return type(name, (Inert,), {})
+            return self.made(module, name)
         raise pickle.UnpicklingError(f"it names `{module[:40]}.{name[:40]}`, which has no place in an index")
+
+    def made(self, module: str, name: str) -> Any:
+        return type(name, (Inert,), {})
 
 
 class Inert:
@@ -235,14 +238,7 @@ def alone(folder: Path) -> None:
     SAVING[folder.resolve()] = lock
 
 
-@contextlib.contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Raises Refused where what is written beside the checkpoints to come cannot be."""
-    try:
-        yield
-    except OSError as err:
-        message = f"cannot write to `{folder}`: {err.strerror}"
-        raise Refused(Problem(message, key="schedule.save", hint="make room there, and let this user write")) from None
+writing = partial(errors.writing, key="schedule.save")  # what stands beside the checkpoints to come
 
 
 def sign(lowering: Lowering, within: str = "") -> None:
@@ -255,8 +251,7 @@ def sign(lowering: Lowering, within: str = "") -> None:
         folder.mkdir(parents=True, exist_ok=True)
         alone(Path(recipe.schedule.save))
     texts = {PLAN: plan_json(lowering)} | origin(recipe, folder)
-    SAID[recipe.data] = data = identity.tree(recipe.data)
-    if data:
+    if data := identity.read(recipe.data):
         texts[DATA] = json.dumps(data, indent=1) + "\n"
     with writing(folder):
         for name, text in texts.items():

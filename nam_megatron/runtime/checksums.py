@@ -9,7 +9,6 @@ knows one of our two formats, and hashes a whole checkpoint in one thread of one
 An unkeyed hash finds what a disk, a network or a careless copy did. Whoever can write the files can write their checksums too.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 
+from nam_megatron.data.manifest import digest
 from nam_megatron.errors import OK, Problem, Refused, finish
 from nam_megatron.tracker import INTEGRITY
 from nam_megatron.words import regular
@@ -81,11 +81,6 @@ def digests(folder: Path, chosen: Sequence[str]) -> dict[str, str]:
     """{name: SHA-256 in hex}. Raises OSError."""
     with ThreadPoolExecutor(THREADS) as pool:
         return dict(zip(chosen, pool.map(lambda name: digest(folder / name), chosen), strict=True))
-
-
-def digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, ALGORITHM).hexdigest()
 
 
 def whole(folder: Path) -> str:

@@ -84,9 +84,7 @@ def on_disk(recipe: Recipe) -> dict[str, Any]:
     named = {f"schedule.{key}": getattr(recipe.schedule, key) for key in ("load", "pretrained")}
     mine: dict[str, Any] = {key: checkpoint.JUDGED.get(Path(name)) for key, name in named.items() if name}
     if checkpoint.reads():
-        said = checkpoint.SAID
-        data = said[recipe.data] if recipe.data in said else identity.tree(recipe.data)
-        mine[recipe.data.key] = identity.hashes(data)
+        mine[recipe.data.key] = identity.hashes(identity.read(recipe.data))
     return mine
 
 
@@ -94,8 +92,10 @@ def runs() -> dict[str, str]:
     """The code that lies here, the versions of all packages that this process has loaded, and the variables that some of them read."""
     packages = importlib.metadata.packages_distributions()
     loaded = sorted({name for module in packages.keys() & sys.modules for name in packages[module] if name})
-    (megatron,) = {Path(path).parents[1] for path in sys.modules["megatron.core"].__path__}
-    code = {"our code": source(), "Megatron's code": tree_hash(megatron, "megatron/core", "megatron/training")}
+    code = {"our code": source()}
+    for name in sys.modules.keys() & {"megatron.core", "megatron.training", "megatron.bridge"}:
+        folder = Path(str(sys.modules[name].__file__)).parent
+        code[f"the code of `{name}`"] = tree_hash(folder.parent, folder.name)
     chosen = {name: value for name, value in os.environ.items() if CHOOSING.match(name)}
     return code | {f"`{name}`": importlib.metadata.version(name) for name in loaded} | chosen
 

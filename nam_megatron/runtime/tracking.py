@@ -11,7 +11,7 @@ from megatron.core._rank_utils import safe_get_rank, safe_get_world_size
 from megatron.training import global_vars
 
 from nam_megatron.compile.plan import Plan
-from nam_megatron.errors import Problem
+from nam_megatron.errors import Problem, unwritable
 from nam_megatron.packages import adding
 from nam_megatron.runtime import rate
 from nam_megatron.runtime.gauges import GAUGES
@@ -32,8 +32,7 @@ def objections(plan: Plan, *, dry: bool = False) -> Iterator[Problem]:
                 Path(folder).mkdir(parents=True, exist_ok=True)
                 tempfile.TemporaryFile(dir=folder).close()
             except OSError as err:
-                hint = "make room there, let this user write, or null the key"
-                yield Problem(f"cannot write to `{folder}`: {err.strerror}", key=f"feature.tracking.{key}", hint=hint)
+                yield unwritable(Path(folder), err, f"feature.tracking.{key}")
     for key, package in PACKAGES.items():
         if feature is not None and getattr(feature, key) and importlib.util.find_spec(package) is None:
             hint = f"{adding('tracking')} on the training host, or null the key"

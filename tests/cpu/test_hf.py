@@ -957,7 +957,7 @@ def test_an_index_that_would_run_code_is_refused(made, tmp_path, prompts, capsys
 
     (tmp_path / "ckpt" / "iter_0000003" / ".metadata").write_bytes(pickle.dumps(Evil()))
     test_train.signed(tmp_path / "ckpt" / "iter_0000003")
-    assert "it asks for `posix.system`" in refusal(tmp_path / "ckpt", capsys)
+    assert "it names `posix.system`" in refusal(tmp_path / "ckpt", capsys)
     assert not (tmp_path / "ran").exists()
 
 

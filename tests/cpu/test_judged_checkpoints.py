@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -26,6 +27,13 @@ from nam_megatron.recipe import load
 from nam_megatron.runtime import checkpoint, checksums, hosts
 
 TRACKER, STEP = "latest_checkpointed_iteration.txt", "iter_0000012"
+READ = identity.read
+
+
+@pytest.fixture(autouse=True)
+def changed_under_way(monkeypatch):
+    """As to processes that start anew."""
+    monkeypatch.setattr(identity, "read", identity.tree)
 
 
 @pytest.fixture
@@ -596,7 +604,7 @@ def test_a_step_of_a_run_that_began_with_other_weights_is_told(step):
     assert list(resume.foreign(step)) == ["is of another run, which began with other weights: `weights`"]
 
 
-SAME = {"our code": "a", "Megatron's code": "b", "`torch`": "2.11.0", "NVTE_FUSED_ATTN": "0"}
+SAME = {"our code": "a", "the code of `megatron.core`": "b", "`torch`": "2.11.0", "NVTE_FUSED_ATTN": "0"}
 
 
 @pytest.mark.parametrize(
@@ -643,9 +651,14 @@ def test_hosts_that_differ_train_nothing(step, monkeypatch, disk, ran, told):
     assert [p.key or p.message.partition(" on every")[0] for p in refused.value.problems] == told
 
 
-def test_what_a_host_runs_is_told_by_its_files_and_variables(monkeypatch):
+def test_what_a_host_runs_is_told_by_its_files_and_variables(monkeypatch, tmp_path):
     import megatron.core  # noqa: F401  as every trainer has
 
+    for name in ("training", "bridge"):  # wherever it lies
+        (tmp_path / name).mkdir()
+        monkeypatch.setitem(
+            sys.modules, f"megatron.{name}", SimpleNamespace(__file__=str(tmp_path / name / "__init__.py"))
+        )
     for name in ("CUBLASLT_WORKSPACE_SIZE", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"):
         monkeypatch.setenv(name, "0")
     for name in ("CUBLASLT_LOG_LEVEL", "CUDNN_LOGDEST_DBG", "PYTORCH_TUNABLEOP_FILENAME"):
@@ -654,7 +667,11 @@ def test_what_a_host_runs_is_told_by_its_files_and_variables(monkeypatch):
     said = hosts.runs()
     assert torch.__version__.startswith(said["`torch`"])
     assert list(said.values()).count("0") == 3 and "/this/host" not in said.values()
-    assert {len(said[name]) for name in ("our code", "Megatron's code")} == {40}
+    assert {len(said[name]) for name in ("our code", "the code of `megatron.core`")} == {40}
+    for name in ("training", "bridge"):
+        (tmp_path / name / "__init__.py").write_text(name)
+        (other,) = said.items() - (said := hosts.runs()).items()
+        assert other[0] == f"the code of `megatron.{name}`"
 
 
 def test_a_gpu_of_another_architecture_than_the_plans_is_refused(monkeypatch):
@@ -670,13 +687,16 @@ def test_a_gpu_of_another_architecture_than_the_plans_is_refused(monkeypatch):
 def test_what_was_signed_of_the_data_is_not_read_again(step, monkeypatch):
     data = ("data=built", f"data.path={built(step.parents[1] / 'd', '1')}")
     lowering = lowered(f"schedule.save={step.parents[1]}/new", "schedule.save_interval=2", *data)
-    read, tree = [], identity.tree
+    read, overwritten = [], identity.overwritten
     monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setattr(identity, "tree", lambda data: read.append(data) or tree(data))
+    monkeypatch.setattr(identity, "read", READ)
+    monkeypatch.setattr(identity, "overwritten", lambda *words: read.append(words) or overwritten(*words))
     checkpoint.sign(lowering)
+    (step.parents[1] / "new" / TRACKER).write_text("2")
     for reads in (1, 2):
+        assert list(resume.another(step.parents[1] / "new", lowering)) == [], "a resume asks before it signs"
         assert hosts.on_disk(lowering.plan.recipe)["data.path"]["train.bin"] == "1" and len(read) == reads
-        checkpoint.SAID.clear()  # as on another host
+        READ.cache_clear()  # as on another host
 
 
 @pytest.mark.parametrize("same_disk", [True, False])

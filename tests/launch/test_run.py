@@ -828,15 +828,15 @@ def test_a_chatty_trainer_is_not_held_up(root):
 
 def test_a_log_that_cannot_be_written_stops_the_run_and_is_said(root):
     done = limited(5 << 20, "steps=100000 sleep=0.00001", root)
-    assert done.returncode == 1 and "the disk is full" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 1 and "File too large" in done.stderr and "Traceback" not in done.stderr
     (folder,) = receipt.folders(root)
     found = receipt.read(folder)["outcome"]
-    assert found["end"] == "failed" and "the disk is full" in found["reason"] and found["figures"]["last_step"] > 1000
+    assert found["end"] == "failed" and "File too large" in found["reason"] and found["figures"]["last_step"] > 1000
 
 
 def test_no_room_for_a_receipt_starts_nothing(root):
     done = limited(1 << 20, f"steps=5 touch={root.parent}/running", root)
-    assert done.returncode == 2 and "the disk is full" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "File too large" in done.stderr and "Traceback" not in done.stderr
     assert receipt.folders(root) == [] and not (root.parent / "running").exists()
 
 
