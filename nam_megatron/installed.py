@@ -5,6 +5,7 @@ before it can fail in its own way, or do something else without a word.
 """
 
 import ast
+import sys
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,8 +53,11 @@ def ask(target: Target | None = None, engine: bool = False) -> Stack:
     engine: whether modules of Transformer Engine are built. One that is missing is refused where it is needed.
 
     Raises:
-        Refused: no Megatron, two of them, or another version of one of the two.
+        Refused: a Python without assertions; no Megatron, two of them, or another version of one of the two.
     """
+    if sys.flags.optimize:
+        message = "this Python leaves out every assertion: what Megatron asserts of a model would not be checked"
+        raise Refused(Problem(message, hint="start it without `-O`, and unset PYTHONOPTIMIZE", law="asserts-off"))
     target, found = target or current(), stack()
     hint = f"install it: `{PIP} install megatron-core=={target.pin}`"
     if found.megatron_core is None:

@@ -38,7 +38,6 @@ from nam_megatron.words.setting import Env
 
 # What torchrun tells each process. Nothing else of the environment decides anything; what the plan demands of it is checked.
 RANK, WORLD_SIZE, LOCAL = "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
-OPTIMIZE = "PYTHONOPTIMIZE"  # Python leaves out every assert
 CLOSING = 15.0  # seconds that trackers and writers get to close what they have open, in a process that has failed
 
 
@@ -90,9 +89,6 @@ def objections(job: Job, argv: Sequence[str], environ: Mapping[str, str]) -> Ite
         said, wanted, where = (total, world, "") if total != world else (environ[LOCAL], each, " on a host")
         message = f"{said} processes{where}, and the plan is for {wanted}"
         yield Problem(message, key="cluster", hint=hint, law="processes-against-plan")
-    if environ.get(OPTIMIZE):
-        why = "what Megatron asserts of a model would not be checked"
-        yield Problem(f"{OPTIMIZE} is set: {why}", hint=f"unset {OPTIMIZE}", law="asserts-off")
     for env in job.env:
         if env.allows(environ.get(env.name)):
             continue

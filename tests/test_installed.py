@@ -57,6 +57,13 @@ def test_no_command_speaks_of_a_megatron_that_is_not_there(older, words):
         assert done.returncode == 2 and "Traceback" not in done.stderr and said[-1].startswith("hint: ")
 
 
+@pytest.mark.parametrize(("how", "env"), [(("-O",), {}), ((), {"PYTHONOPTIMIZE": "1"})])
+def test_a_python_without_assertions_is_refused(how, env):
+    words = [*how, "-c", "from nam_megatron import installed; print(installed.ask())"]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=os.environ | env, check=False)
+    assert "what Megatron asserts of a model would not be checked" in done.stderr and not done.stdout
+
+
 def test_the_library_asks_like_the_commands(monkeypatch, tmp_path):
     from nam_megatron.prove.proof import Bench
     from nam_megatron.recipe import load
