@@ -29,6 +29,7 @@ from nam_megatron.compile.lower import translate
 from nam_megatron.data import __main__ as command
 from nam_megatron.data import build, corpus, identity, manifest, sources, tokenizer
 from nam_megatron.errors import Refused
+from nam_megatron.hf import export
 from nam_megatron.recipe import load
 from nam_megatron.train import announce, unfit_data
 
@@ -792,6 +793,12 @@ def test_the_trainer_refuses_a_dataset_that_does_not_fit(tmp_path, bpe):
     assert str(out) in gone
 
 
+def test_a_tokenizer_as_large_as_the_vocabulary_fits(bpe):
+    export.fits(bpe, 290)
+    with pytest.raises(Refused, match="has 290 entries, and the model's vocabulary 289"):
+        export.fits(bpe, 289)
+
+
 def of_others(folder: Path, **said: object) -> Path:
     """A tokenizer as other people's: another end of documents, and a mark that it puts in front of a text."""
     made = Tokenizer(models.BPE(unk_token="<unk>"))
@@ -809,6 +816,16 @@ def of_others(folder: Path, **said: object) -> Path:
     }
     (folder / tokenizer.CONFIG).write_text(json.dumps(config | said))
     return folder
+
+
+def test_further_tokens_that_end_a_text_are_of_the_dataset(tmp_path, capsys):
+    theirs, texts = of_others(tmp_path / "theirs"), jsonl(tmp_path / "a.jsonl")
+    (theirs / "generation_config.json").write_text('{"eos_token_id": [2, 7, 7, 199]}')
+    out = built(tmp_path, theirs, texts)
+    assert tokenizer.ends(out / "tokenizer", tokenizer.load(out / "tokenizer")) == [2, 7, 199]
+    (theirs / "generation_config.json").write_text('{"eos_token_id": 2}')
+    assert run("build", out, texts, "--tokenizer", theirs, "--valid", "0.2") == 2
+    assert "holds another dataset" in capsys.readouterr().err
 
 
 def test_each_word_for_a_token_that_is_there_goes_along(tmp_path):

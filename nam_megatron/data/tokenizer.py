@@ -168,19 +168,23 @@ def named(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def ends(folder: Path, tokenizer: Tokenizer) -> list[int]:
-    """Ids that end a generated text: `eos`, and what the model was published with beside it."""
-    own, said = named(folder, tokenizer)["eos"], _config(folder).get(ENDS)
-    for path in (folder / "generation_config.json", folder / "config.json"):
-        raise_if(irregular((path,)))
+    """Ids that end a generated text: `eos`, and what the model was published with beside it. Raises Refused for one that is no token."""
+    own, entries = named(folder, tokenizer)["eos"], tokenizer.get_vocab_size()
+    found: list[Any] = []
+    for name, key in ((CONFIG, ENDS), ("generation_config.json", "eos_token_id"), ("config.json", "eos_token_id")):
+        raise_if(irregular((path := folder / name,)))
         try:
-            if said is None and path.exists():
-                said = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            if not found and path.exists():
+                said = json.loads(path.read_text(encoding="utf-8")).get(key)
+                found = said if isinstance(said, list) else [said] * (said is not None)
+                if wrong := [end for end in found if type(end) is not int or not 0 <= end < entries]:
+                    raise ValueError(
+                        f"`{key}` has {json.dumps(wrong[0])}, and the tokenizer the ids 0 to {entries - 1}"
+                    )
         except (OSError, ValueError, AttributeError, RecursionError) as err:
             hint = "get it again, or take it away: it says which tokens end a text"
             raise Refused(Problem(f"`{path}` cannot be understood: {err}", hint=hint)) from None
-    said = said if isinstance(said, list) else [said]
-    found = [end for end in said if type(end) is int and 0 <= end < tokenizer.get_vocab_size()]
-    return found if own in found else [own, *found]
+    return list(dict.fromkeys(found if own in found else (own, *found)))
 
 
 def copy(folder: Path, to: Path) -> None:

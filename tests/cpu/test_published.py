@@ -140,7 +140,7 @@ def test_what_goes_back_is_what_came_to_the_bit(made, name, tmp_path):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("file", "said", "all_of"), [
-    ("generation_config.json", [5, 2, 7], [5, 2, 7]), ("config.json", [5, 7, 128, "x"], [2, 5, 7]), ("generation_config.json", 5, [2, 5]),
+    ("generation_config.json", [5, 2, 7], [5, 2, 7]), ("config.json", [5, 5, 127], [2, 5, 127]), ("generation_config.json", 5, [2, 5]),
 ])  # fmt: skip
 def test_every_token_that_ends_a_text_comes_back(copied, tmp_path, file, said, all_of):
     """However often it goes in and out; one is the tokenizer's, which ends documents."""
@@ -160,7 +160,7 @@ def test_every_token_that_ends_a_text_comes_back(copied, tmp_path, file, said, a
         assert transformers.GenerationConfig.from_pretrained(back).eos_token_id == all_of
         assert published.keys(back)["eos_token_id"] == 2
         source = back
-    for text in ("[]", "{", "\0"):
+    for text in ("[]", "{", "\0", *(f'{{"eos_token_id": {end}}}' for end in ("128", "-1", '[2, "3"]', "[true]", "{}"))):
         (copied[0] / "generation_config.json").write_text(text)
         with pytest.raises(Refused, match=r"generation_config.json` cannot be understood"):
             native.load(copied[0], plan, tmp_path / "three", False, silent)
