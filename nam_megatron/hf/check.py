@@ -36,6 +36,9 @@ from nam_megatron.runtime import checksums
 COSINE, KL, RELATIVE = 0.9999, 1e-3, 1e-5
 # Of the worst position in bf16, which a median does not see: 0.9997 has been measured, and 0.96 where Megatron's own DSA chose otherwise.
 LEAST = 0.9
+PIECE = (
+    2**25
+)  # logits that are compared at a time: of a long window and a large vocabulary a copy in fp64 is tens of GB
 # Of one layer's choices that a rounding may turn.
 OTHERWISE = 0.05
 
@@ -167,7 +170,7 @@ def _taken(pick: Any, chosen: Tensor, shares: list[float], scores: Tensor, *firs
 
 
 def _kept(logits: Tensor, layers: Sequence[Tensor], ahead: Sequence[Tensor]) -> Run:
-    return Run(logits.float().cpu(), _moved(layers), _moved(ahead))
+    return Run(logits.cpu().float(), _moved(layers), _moved(ahead))
 
 
 def _moved(group: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -175,24 +178,31 @@ def _moved(group: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def compare(a: Run, b: Run, dtype: str) -> Outcome:
-    x, y = a.logits.flatten(0, 1), b.logits.flatten(0, 1)
-    if not all(made.isfinite().all() for made in (x, y, *a.ahead, *b.ahead)):
+    rows = max(1, PIECE // a.logits.size(-1))
+    pieces = zip(*(side.logits.flatten(0, 1).split(rows) for side in (a, b)), strict=True)
+    cosine, kl, greedy, off, *largest = map(torch.cat, zip(*(_by_position(*pair) for pair in pieces), strict=True))
+    if not all(made.isfinite().all() for made in (*largest, *a.ahead, *b.ahead)):
         raise Refused(Problem("logits or hidden states of MTP that are not finite: these weights are of no use"))
-    p, q = x.log_softmax(-1), y.log_softmax(-1)
-    cosine = _cosine(x, y)
     return Outcome(
         dtype,
         cosine.median().item(),
         cosine.min().item(),
-        (p.exp() * (p - q)).sum(-1).mean().item(),
-        _relative(x, y),
-        (x.argmax(-1) == y.argmax(-1)).float().mean().item(),
+        kl.mean().item(),
+        (off.max() / largest[0].max()).item(),
+        greedy.float().mean().item(),
         tuple(_relative(*pair) for pair in zip(a.layers, b.layers, strict=True)),
         tuple(_relative(*pair) for pair in zip(a.ahead, b.ahead, strict=True)),
         tuple(_relative(*pair) for pair in zip(a.layers, b.own, strict=True)),
         tuple(_cosine(*pair).median().item() for pair in zip(a.ahead, b.ahead, strict=True)),
         max(b.otherwise, default=0.0),
     )
+
+
+def _by_position(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    """Of logits: cosine, KL, whether the best token is one, the largest difference and the largest value of either, each [positions]."""
+    p, q = x.log_softmax(-1), y.log_softmax(-1)
+    kl, greedy = (p.exp() * (p - q)).sum(-1), x.argmax(-1) == y.argmax(-1)
+    return _cosine(x, y), kl, greedy, *(made.abs().amax(-1) for made in (x - y, x, y))
 
 
 def _cosine(x: Tensor, y: Tensor) -> Tensor:

@@ -69,9 +69,10 @@ class NamLM(HFLM):
     def tok_batch_encode(
         self, strings: list[str], *words: Any, left_truncate_len: int | None = None, **named: Any
     ) -> Any:
-        if left_truncate_len:
-            self.truncated += sum(len(self.tok_encode(text)) > left_truncate_len for text in strings)
-        return super().tok_batch_encode(strings, *words, left_truncate_len=left_truncate_len, **named)
+        ids, mask = super().tok_batch_encode(strings, *words, **named)
+        most = left_truncate_len or ids.size(1)
+        self.truncated += int((mask.sum(-1) > most).sum())
+        return ids[:, -most:], mask[:, -most:]
 
     def get_model_info(self) -> dict[str, Any]:
         """In the place of the harness's, which asks the Hugging Face hub for the model's name."""

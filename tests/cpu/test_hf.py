@@ -1346,12 +1346,23 @@ def test_imported_weights_know_their_tokenizer(spoken, words_of, tmp_path):
     assert not found("data=built", f"data.path={tmp_path}/else")
 
 
-def test_two_runs_are_apart_by_torchs_own_divergence():
+@pytest.mark.parametrize("piece", [1, 14, 2**25])
+def test_two_runs_are_apart_by_torchs_own_divergence(monkeypatch, piece):
+    monkeypatch.setattr(check, "PIECE", piece)
+    sizes, by_position = [], check._by_position
+    monkeypatch.setattr(check, "_by_position", lambda x, y: sizes.append(x.numel()) or by_position(x, y))
     torch.manual_seed(5)
     one, other = 3 * torch.randn(2, 3, 7), torch.randn(2, 3, 7)
     found = check.compare(check.Run(one, (one,), ()), check.Run(other, (other,), (), own=(other,)), "fp32")
     p, q = (torch.distributions.Categorical(logits=logits) for logits in (one, other))
     assert found.kl == pytest.approx(torch.distributions.kl_divergence(p, q).mean().item(), rel=1e-5)
+    assert max(sizes) == min(max(piece, 7), 42) and sum(sizes) == 42
+    assert found.cosine == pytest.approx(torch.cosine_similarity(one, other, -1).median().item(), rel=1e-5)
+    assert found.relative == pytest.approx(((one - other).abs().max() / one.abs().max()).item())
+    assert found.greedy == pytest.approx((one.argmax(-1) == other.argmax(-1)).float().mean().item())
+    for bad in (one.log(), one / 0):
+        with pytest.raises(Refused, match="not finite"):
+            check.compare(check.Run(one, (), ()), check.Run(bad, (), ()), "fp32")
     with pytest.raises(Refused, match="hidden states of MTP that are not finite"):
         check.compare(check.Run(one, (), (one,)), check.Run(one, (), (one.log(),)), "fp32")
 
