@@ -27,6 +27,7 @@ _EXECUTING = """
 MOVED: Mapping[str, str] = {f"model.blocks.{key}": f"execution.{key}" for key in _EXECUTING.split()}
 # What plans of a CPU demanded until 2026-11-28, and nothing reads there.
 OF_GPUS = ("PYTORCH_ALLOC_CONF", "NVTE_NORM_FWD_USE_CUDNN", "NVTE_NORM_BWD_USE_CUDNN")
+TOLD = "2026-11-30T08:40"
 OF_MODEL = "model."  # what a key of a model's own file lacks
 
 
@@ -54,13 +55,15 @@ def recipe(tree: Any) -> Any:
 
 def plan(tree: Mapping[str, Any]) -> dict[str, Any]:
     """A plan.json with today's keys."""
-    found = {**tree, "recipe": _bf16_gradients(recipe(tree.get("recipe")), tree.get("settings"))}
-    if isinstance(found.get("settings"), list):
+    settings = tree["settings"] if isinstance(tree.get("settings"), list) else ()
+    told = any(isinstance(s, Mapping) and s.get("name") == "megatron_fsdp_main_grads_dtype" for s in settings)
+    found = {**tree, "recipe": _bf16_gradients(recipe(tree.get("recipe")), told)}
+    if settings:
         found["settings"] = [
             {**s, "key": MOVED.get(s["key"], s["key"])}
             if isinstance(s, Mapping) and isinstance(s.get("key"), str)
             else s
-            for s in found["settings"]
+            for s in settings
         ]
     cluster, env = (found["recipe"].get("cluster") if isinstance(found["recipe"], Mapping) else None), found.get("env")
     if isinstance(cluster, Mapping) and cluster.get("processor") == "cpu" and isinstance(env, Mapping):
@@ -68,10 +71,14 @@ def plan(tree: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _bf16_gradients(recipe: Any, settings: Any) -> Any:
-    """Until 2026-11-30 Megatron-FSDP was not told of fp32 gradients, and kept them in bf16."""
+def receipt(tree: Mapping[str, Any]) -> Any:
+    """The recipe of a receipt with today's keys. It holds no settings: when it was opened tells what a trainer was told."""
+    return _bf16_gradients(recipe(tree.get("recipe")), str(tree.get("opened")) >= TOLD)
+
+
+def _bf16_gradients(recipe: Any, told: bool) -> Any:
+    """Until TOLD Megatron-FSDP was not told of fp32 gradients, and kept them in bf16."""
     try:
-        told = any(s["name"] == "megatron_fsdp_main_grads_dtype" for s in settings)
         untold = recipe["feature"]["megatron_fsdp"]["enabled"] is True and not told
         return {**recipe, "precision": {**recipe["precision"], "grad_reduce": "bf16"}} if untold else recipe
     except (KeyError, TypeError):

@@ -10,7 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 from presets import lowered
 
-from launch.record import compare
+from launch.record import compare, report
 from nam_megatron import migrate
 from nam_megatron.blocks.kinds import KINDS, Executing
 from nam_megatron.compile import argv
@@ -75,6 +75,11 @@ def test_an_fsdps_plan_of_before_had_gradients_in_bf16():
     assert migrate.plan(tree)["recipe"] == tree["recipe"]
     (found,) = (d for d in computation.differences(migrate.plan(old), tree) if d.computes)
     assert (found.key, found.before, found.after) == ("precision.grad_reduce", "bf16", "fp32")
+    one, other = ({"run": day, "opened": f"2026-11-{day}T09:00:00Z", "recipe": tree["recipe"]} for day in ("29", "30"))
+    rows = dict(compare.differences([one, other]))["changes the computation"]
+    assert [key for key, _ in rows] == ["recipe.precision.grad_reduce"]
+    shown = ["".join(report._settings(side)) for side in (one, other)]
+    assert [text.count("<td>recipe.precision.grad_reduce</td><td>bf16</td>") for text in shown] == [1, 0]
 
 
 def test_a_record_from_before_a_key_has_what_it_meant_by_saying_nothing():

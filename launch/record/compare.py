@@ -224,7 +224,7 @@ def untold(receipts: Sequence[Receipt]) -> Iterator[str]:
 
 def differences(receipts: Sequence[Receipt]) -> Iterator[tuple[str, list[Row]]]:
     """What differs: in the computation, in the execution only."""
-    found = [{**r, "recipe": filled(migrate.recipe(r["recipe"]))} if at(r, "recipe.model") else r for r in receipts]
+    found = [{**r, "recipe": filled(migrate.receipt(r))} if at(r, "recipe.model") else r for r in receipts]
     known = [{place: at(r, place) for place in PLACES} | {"outcome.loaded": begun(r)} for r in found]
     gone = [place for place in ("data", "outcome.loaded") if any(one[place] is None for one in known)]
     trees = [

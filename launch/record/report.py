@@ -421,7 +421,7 @@ def _kinds(run: Run) -> Iterator[str]:
 
 def _settings(r: Mapping[str, Any]) -> Iterator[str]:
     yield "<h2>Settings</h2>"
-    recipe = compare.flat(migrate.recipe(r["recipe"]), "recipe") if _map(r.get("recipe")) else {}
+    recipe = compare.flat(migrate.receipt(r), "recipe") if _map(r.get("recipe")) else {}
     if _on_cpu(r):  # that GPU is the budget's, and a rehearsal has plain torch for kernels
         recipe = {k: v for k, v in recipe.items() if not k.startswith("recipe.device.")}
         recipe = {k: f"{v}; ran: plain torch" if v == "transformer_engine" else v for k, v in recipe.items()}
