@@ -3,10 +3,11 @@
 import math
 import os
 import re
+import resource
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ SLOW, STEP = (
     250_000_000,
     120,
 )  # bytes a second to a shared file system on a bad day; seconds for a step, however long, and the end
-READ = ("load", "pretrained", "data")  # and never written
 FLEETING = ("tmpfs", "ramfs", "overlay")  # gone with the host or its container
 
 
@@ -39,6 +39,7 @@ class Place:
     name: str
     kind: str
     path: Path
+    written: bool = True
 
 
 def mounts(said: str) -> list[Mount]:
@@ -75,7 +76,7 @@ def _folder(address: str | None) -> str | None:
 def places(recipe: Recipe, checkout: Path, environ: Mapping[str, str]) -> list[Place]:
     """Every folder that the run would write to, and its data. environ: the run's, overlay included."""
     storage, schedule = recipe.cluster.storage, recipe.schedule
-    kept = {"save": schedule.save, "load": schedule.load, "pretrained": schedule.pretrained, "data": recipe.data.path}
+    kept = {"load": schedule.load, "pretrained": schedule.pretrained, "data": recipe.data.path}
     kept |= {f"data {number}": part.path for number, part in enumerate(recipe.data.mixed, 1)}
     beside = {"tokenizer": recipe.data.tokenizer, "order of samples": recipe.data.cache}
     t = recipe.feature.tracking
@@ -84,12 +85,13 @@ def places(recipe: Recipe, checkout: Path, environ: Mapping[str, str]) -> list[P
         Place("durable", "durable", Path(storage.durable)),
         Place("scratch", "scratch", Path(storage.scratch)),
         Place("receipts and logs", "receipts", Path(storage.receipts)),
-        *(Place(name, "durable", Path(path)) for name, path in kept.items() if path),
-        *(Place(name, "beside", Path(path)) for name, path in beside.items() if path),
+        *([Place("save", "durable", Path(schedule.save))] if schedule.save else ()),
+        *(Place(name, "durable", Path(path), written=False) for name, path in kept.items() if path),
+        *(Place(name, "beside", Path(path), written=False) for name, path in beside.items() if path),
         *(Place(name, "told", Path(path)) for name, path in told.items() if path and "://" not in path),
         *(Place(name, "cache", Path(environ[name])) for name in CACHES if environ.get(name)),
     ]
-    return [Place(p.name, p.kind, Path(os.path.realpath(checkout / p.path.expanduser()))) for p in found]
+    return [replace(p, path=Path(os.path.realpath(checkout / p.path.expanduser()))) for p in found]
 
 
 def findings(used: Sequence[Place], mounted: Sequence[Mount]) -> Iterator[Finding]:
@@ -119,7 +121,7 @@ def classes(used: Sequence[Place], mounted: Sequence[Mount]) -> Iterator[Finding
     for p in used:
         if p.name in ("durable", "scratch") and not p.path.is_dir():
             said, hint = f"{p.name} folder `{p.path}` is not there", f"make it, or `cluster.storage.{p.name}=DIR`"
-        elif p.kind != "beside" and p.name.split()[0] not in READ and not _writable(p.path):
+        elif p.written and not _writable(p.path):
             said, hint = f"{p.name}: `{p.path}` cannot be written to", "another folder, or its rights"
         elif p.kind == "durable" and not p.path.is_relative_to(durable):
             said, hint = (
@@ -196,7 +198,7 @@ def _writable(path: Path) -> bool:
 
 def caches(used: Sequence[Place]) -> Iterator[Finding]:
     """Compile caches beside the data slow its reading, and are kept for ever with it."""
-    data = [p.path.parent if p.name == "data" else p.path for p in used if p.kind == "durable"]
+    data = [p.path.parent if p.name.startswith("data") else p.path for p in used if p.kind == "durable"]
     if bad := [p.name for p in used if p.kind == "cache" and any(p.path.is_relative_to(d) for d in data)]:
         hint = "`cluster.storage.scratch` outside the durable folder"
         yield Finding("caches", "fail", f"on the data path: {', '.join(bad)}", hint)
@@ -210,6 +212,10 @@ def space(recipe: Recipe, parameters: int, free: int | None) -> Finding:
     if schedule.save is None or schedule.save_interval is None:
         return Finding("space", "ok", f"no checkpoints are written{_free(free)}")
     one = CHECKPOINT_BYTES * parameters
+    most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if 0 <= 2 * most * recipe.world_size < one:  # a rank writes two files at most
+        said = f"a checkpoint of up to {one / 1e9:.1f} GB, and no file may have more than {most / 1e9:.3f}"
+        return Finding("space", "fail", said, "`ulimit -f unlimited`")
     count = max(1, schedule.train_steps // schedule.save_interval)
     said = f"{count} checkpoints of up to {one / 1e9:.1f} GB"
     if free is None:

@@ -1,5 +1,6 @@
 """Volumes, classes of folders, caches and room, from mount tables of several kinds of host."""
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,20 @@ def test_weights_and_a_tokenizer_on_the_root_volume_are_named(tmp_path):
     assert said.startswith("pretrained: ") and "outside the durable folder" in said
 
 
+def test_only_what_is_written_must_be_writable(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "_writable", lambda path: False)
+    at = tmp_path / "durable"
+    data = ("data=blend", f"data.parts=[{{weight: 1, path: {at}/corpus}}]", f"data.tokenizer={at}/t")
+    said = classes(tmp_path, *folders(tmp_path), *data, f"schedule.load={at}/c", f"schedule.pretrained={at}/p")
+    assert [s.partition(":")[0] for s in said] == [
+        "durable",
+        "scratch",
+        "receipts and logs",
+        "TMPDIR",
+        "TRITON_CACHE_DIR",
+    ]
+
+
 def test_a_file_in_the_way_of_the_receipts(tmp_path):
     (tmp_path / "file").write_text("")
     (said,) = classes(tmp_path, *folders(tmp_path, receipts=tmp_path / "file/receipts"))
@@ -149,6 +164,8 @@ def test_caches_beside_the_data(tmp_path):
     ]
     data = ("data=indexed", f"data.path={tmp_path}/scratch/corpus", "data.tokenizer=t")
     assert look(*data, TRITON_CACHE_DIR=triton) == ["on the data path: TRITON_CACHE_DIR"]
+    data = ("data=blend", f"data.parts=[{{weight: 1, path: {tmp_path}/scratch/corpus}}]", "data.tokenizer=t")
+    assert look(*data, TRITON_CACHE_DIR=triton) == ["on the data path: TRITON_CACHE_DIR"]
     (tmp_path / "link").symlink_to(tmp_path / "durable")
     assert look(TMPDIR=f"{tmp_path}/link/tmp") == ["on the data path: TMPDIR"]
 
@@ -161,6 +178,14 @@ def test_all_checkpoints_of_a_run_must_fit(interval, count):
     found = storage.space(plan, 1000, need - 1)
     assert found.level == "fail" and found.message.startswith(f"{count} checkpoints")
     assert storage.space(plan, 1000, None).level == "fail"
+
+
+@pytest.mark.parametrize(("most", "level"), [(resource.RLIM_INFINITY, "ok"), (3500, "ok"), (3499, "fail")])
+def test_a_limit_on_files_is_told_before_a_checkpoint_breaks_on_it(monkeypatch, most, level):
+    """torch says `unexpected pos` of it."""
+    monkeypatch.setattr(storage.resource, "getrlimit", lambda _: (most, resource.RLIM_INFINITY))
+    plan = recipe("cluster=h200_2", "schedule.save_interval=1", "schedule.save=/durable/c")
+    assert storage.space(plan, 1000, 10**9).level == level and storage.space(recipe(), 1000, 0).level == "ok"
 
 
 def test_without_checkpoints_any_room_is_enough():
