@@ -921,6 +921,13 @@ def test_a_name_is_held_against_the_models_card(name, flags, finds):
     assert {f.flag for f in found.findings if f.id == "not-the-card"} == finds
 
 
+def test_flags_that_a_script_sets_and_forgets_are_told():
+    """A launch of Mixtral's trained a dense model, as nothing took the flags of its experts; others were not sharded."""
+    text = "A='--num-layers 2 --swiglu'\nMOE=(\n--num-experts 8\n--moe-router-topk 2\n)\ntorchrun pretrain_gpt.py --lr 1 $A"
+    told = "`MOE` is handed on to nothing here, nor what stands in it: --num-experts, --moe-router-topk"
+    assert [told in lint(f"{text}{more}").launch.notes for more in ("", " ${MOE[@]}")] == [True, False]
+
+
 def test_cards_are_those_of_our_presets():
     """What both know of a public model, they know alike."""
     of_ours = {"llama_3_8b": "Llama-3-8B", "mixtral_8x7b": "Mixtral-8x7B", "qwen3_30b_a3b": "Qwen3-30B-A3B", "deepseek_v3": "DeepSeek-V3",

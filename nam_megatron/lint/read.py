@@ -273,6 +273,10 @@ def _shell(text: str, target: Target, name: str, decided: Mapping[str, bool]) ->
         words = next(filter(None, map(_held, held)), [])
         launcher, script, env = (), None, run.env
         notes.append("no command here has Megatron's flags: those that variables hold are taken, in their order")
+    for name, value in run.variables.items():
+        lacks = [w for w in _words(value) if _is_flag(w, target) and w not in words]
+        if lacks and not re.search(rf"\$\{{?[#!]?{name}\b", text):
+            notes.append(f"`{name}` is handed on to nothing here, nor what stands in it: {', '.join(lacks)}")
     if not _flags(words, target):
         return Launch(target, (), "shell", text)
     if script is None and any(follow.HOLE.fullmatch(word) or word.endswith(".sh") for word in launcher):
