@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from itertools import islice
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
@@ -47,7 +48,7 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     """GPU tests run only where they are asked for (`-m gpu`), so that nothing is skipped silently elsewhere. And each worker of xdist's
     worksteal, which has its share of the items in their order, begins with its share of the longest."""
-    config.stash[SLOW_ALONE] = few(items)
+    config.stash[SLOW_ALONE], whole = few(items), len(items)
     yield  # pytest leaves out what -m and -k do not say
     if "gpu" not in (config.option.markexpr or ""):
         gpu = [item for item in items if item.get_closest_marker("gpu")]
@@ -62,6 +63,15 @@ def pytest_collection_modifyitems(config, items):
         items += [*first, *islice(rest, max(0, share - len(first)))]
         left -= share
     items += rest
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["deselected"] = whole - len(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """What the workers of xdist leave out is counted in the last line, as it is without them."""
+    left = [SimpleNamespace()] * getattr(node, "workeroutput", {}).get("deselected", 0)
+    node.config.pluginmanager.get_plugin("terminalreporter").stats["deselected"] = left
 
 
 def pytest_collection_finish(session):

@@ -35,6 +35,7 @@ def older(tmp_path_factory):
     return another(tmp_path_factory.mktemp("older"), "0.18.2")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "words",
     [

@@ -1019,7 +1019,7 @@ def test_script_that_departs_from_its_plan_will_fail(was, now, says, out):
     assert (finding.id, finding.severity, finding.detail) == ("not-the-plan", FAIL, says)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_plan_comes_back_as_its_own_recipe(name, tmp_path):
     made = recipe.make(lint(argv.plan_json(lowered(name))), Path("back.yaml"))
@@ -1141,6 +1141,7 @@ def test_refused_recipe_lists_what_it_loses_all_the_same():
     assert made.refused is not None and any(line.startswith("--moe-apply-probs-on-input -> ") for line in made.lost)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("said", "keys"),
     [
@@ -1245,6 +1246,7 @@ SCALED = {  # launch, what it says more -> the keys of a feature
 }  # fmt: skip
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SCALED)
 def test_scaled_angles_come_back(name):
     base, said, feature, keys = SCALED[name]
@@ -1585,6 +1587,7 @@ def test_yaml_values_as_a_shell_and_omegaconf_would_have_them():
     assert any("RATE" in note and "TOKENS" in note for note in found.launch.notes)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("said", "pattern", "virtual"),
     [

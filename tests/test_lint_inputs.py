@@ -80,7 +80,7 @@ def test_every_published_config_says_where_and_when_it_was_read():
     assert all(said["source"].count("/") == 1 and said["read"].isoformat() < "2100" for said in SAID.values())
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_published_field_is_the_presets(name):
     """All that an export would write of either; the width of dense MLPs where none stands is nobody's."""

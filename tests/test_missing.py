@@ -32,7 +32,7 @@ def without(names: tuple[str, ...], words: str, folder: Path) -> subprocess.Comp
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env, check=False)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "names, words, extra",
     [

@@ -35,6 +35,7 @@ def test_every_command_has_help_of_its_own_in_the_programs_words(name):
         assert len(done.stdout.splitlines()) < 35 and max(map(len, done.stdout.splitlines())) < 160
 
 
+@pytest.mark.slow
 def test_the_package_itself_is_the_program():
     done = subprocess.run(
         [sys.executable, "-m", "nam_megatron", "list", "lanes"], capture_output=True, text=True, check=True
@@ -42,6 +43,7 @@ def test_the_package_itself_is_the_program():
     assert done.stdout == nam("list", "lanes").stdout
 
 
+@pytest.mark.slow
 def test_what_a_module_prints_and_ends_with_is_the_programs():
     ours = nam("translate", "conf=nam56r_smoke")
     theirs = subprocess.run(

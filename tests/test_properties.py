@@ -128,6 +128,7 @@ def near(value):
     return st.just(value)
 
 
+@pytest.mark.slow
 @many(400)
 @given(mutated())
 def test_mutated_trees(tree):
@@ -182,6 +183,7 @@ def plausible(draw):
     return name, changes
 
 
+@pytest.mark.slow
 def test_plausible_recipes():
     """Both ends are reached often: recipes that are translated, and recipes that are refused."""
     outcomes = []

@@ -51,7 +51,7 @@ def test_every_preset_of_a_public_model_is_asked():
 UNPUBLISHED = {"glm_4_7_flash": {"init_std"}}  # what its config.json does not say
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_model_has_its_parameters_and_is_what_megatron_builds(name, oracle):
     lowering = lowered(name)
@@ -67,7 +67,7 @@ EPSILON = "model.blocks.mla.latent_norm_epsilon"  # which no argument of Megatro
 UNTOLD = {"deepseek_v2_lite": "null", "moonlight_16b_a3b": "1e-6", "glm_4_7_flash": "1e-6"}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_model_comes_back_from_its_launch(name):
     lowering = lowered(name)

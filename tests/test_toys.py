@@ -154,6 +154,7 @@ def add(house):
     model.write_text(model.read_text() + "  toy:\n    width: 512\n")
 
 
+@pytest.mark.slow
 def test_a_kind_costs_a_folder_a_line_and_a_yaml(house, tmp_path):
     stored = tmp_path / "stored.json"
     stored.write_text(argv.plan_json(lowered("nam56r_native_dp")))

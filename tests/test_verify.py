@@ -26,7 +26,7 @@ GPUS = {1: ["cluster=h200_1"], 2: ["cluster=h200_2"], 4: ["cluster=h200_4"], 8: 
 GPUS[16] = ["cluster=h200_2x8", "parallel.pipeline=2"]
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("gpus", GPUS)
 @pytest.mark.parametrize("name", NAMES)
 def test_preset_is_what_megatron_builds(name, gpus, oracle):
@@ -170,6 +170,7 @@ INERT = {
 }
 
 
+@pytest.mark.slow
 def test_a_wrong_value_of_a_computed_setting_is_a_mismatch(oracle):
     """Whatever computes it: the expectation is worked out from the recipe a second time."""
     for name, words in computed().items():
@@ -291,7 +292,7 @@ def test_no_reviewed_field_is_gone_from_megatron(oracle):
     assert {*demanded, *derived} - fields == set()
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nam56r", "nam56r_native_dp_fp8"])
 def test_sample_of_changed_flags_is_noticed(name, oracle):
     assert mutate_flags.run(name, oracle, every=4)["survivors"] == []
@@ -301,6 +302,7 @@ def command(*words):
     return subprocess.run([sys.executable, "-m", "nam_megatron.verify", *words], capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_command_says_it_in_three_lines_and_exits_with_the_verdict():
     done = warm("conf=nam56r", module="nam_megatron.verify", before=unbuilt)
     assert done.code == 3

@@ -214,6 +214,7 @@ def test_two_ranks_that_share_a_sequence_are_one(whole):
     same(train(replace(CASE, cp=2)), whole)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [{}, {"tp": 2}, {"cp": 2}], ids=["one rank", "tensor 2", "context 2"])
 @pytest.mark.parametrize("recompute", ["none", "in_proj"])
 def test_heads_in_pieces_are_all_heads(ranks, recompute):
@@ -224,10 +225,12 @@ def test_heads_in_pieces_are_all_heads(ranks, recompute):
     assert heads == ([[2, 2]] * 2 if ranks else [[4, 4]])
 
 
+@pytest.mark.slow
 def test_two_tensor_ranks_are_one_without_sequence_parallelism(whole):
     same(train(replace(CASE, tp=2, config={"sequence_parallel": False})), whole)
 
 
+@pytest.mark.slow
 def test_two_tensor_ranks_are_one_where_every_head_is_a_group():
     case = replace(CASE, mixers=mixer(groups=8))
     same(train(replace(case, tp=2)), train(case))
@@ -247,6 +250,7 @@ class Splits(modules.NormColumnLinear):
         return ((out, normed) if self.return_layernorm_output else out), None
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("changes", "layout"), [
     ({}, {}), ({"head_pieces": 2}, {}), ({"recompute": "in_proj"}, {}), ({"recompute": "in_proj", "head_pieces": 2}, {}), ({}, {"cp": 2}),
 ], ids=str)  # fmt: skip

@@ -51,5 +51,6 @@ def test_the_fork_changes_no_bit(layout, gemm, config):
         assert any(g.any() for name, g in expected.items() if "router.weight" in name)
 
 
+@pytest.mark.slow
 def test_the_kernels_of_experts():
     assert "42 passed" in interpreter.passes("tests/gpu/test_last_first.py")

@@ -62,5 +62,6 @@ def test_it_compiles_for_hopper(monkeypatch):
     assert list(compiled) == ["_add_rows"]
 
 
+@pytest.mark.slow
 def test_the_kernel():
     assert "11 passed" in interpreter.passes("tests/gpu/test_word_embedding.py")

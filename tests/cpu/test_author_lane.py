@@ -95,6 +95,7 @@ def test_it_is_saved_and_gone_on_with(tmp_path, one_rank, reshardable):
 YARN = {"factor": 4.0, "original_length": 1000, "beta_fast": 1.0, "beta_slow": 0.01}
 
 
+@pytest.mark.slow
 def test_the_angles_that_are_trained_are_yarns(tmp_path):
     """Megatron's parser hands MLA no length and no betas: the trainer does. Held against the frequencies of transformers."""
     turns = [f"feature.yarn.{key}={value}" for key, value in YARN.items()]

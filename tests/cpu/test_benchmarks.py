@@ -49,6 +49,7 @@ def test_no_dataset_is_told_before_anything_is_trained(tmp_path):
         measure.dataset(str(tmp_path))
 
 
+@pytest.mark.slow
 def test_the_memory_benchmark_reports_what_was_trained(tmp_path):
     out = tmp_path / "peak.json"
     layout = ("cluster=h200_2", "parallel.pipeline=2", "schedule.train_steps=4")

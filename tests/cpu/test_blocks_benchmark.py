@@ -137,6 +137,7 @@ def author_lane(folder: Path, *words: str) -> tuple[list[float], dict]:
     return trained(pretend.fork(1, job)), json.loads(out.read_text())
 
 
+@pytest.mark.slow
 def test_the_command_reports_every_layer_of_what_was_trained(tmp_path, monkeypatch, capsys):
     """Of the trial alone it is told what a GPU would have said."""
     losses, document = author_lane(tmp_path, "--blocks")

@@ -205,6 +205,7 @@ def test_a_file_that_is_not_as_it_was_saved_is_a_finding(step, name, spoil):
     assert any(name in text for text in found(step))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_checksums_gets_them_from_whoever_trusts_it(step):
     (step / checksums.NAME).unlink()
     (said,) = found(step)

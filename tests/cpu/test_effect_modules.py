@@ -295,7 +295,7 @@ def in_a_process(job: Callable[[], object]) -> None:
     job()
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [*OF, *SECTION])
 def test_a_layer_reads_what_its_recipe_says(kind):
     proof.warm()

@@ -82,6 +82,7 @@ def test_each_event_is_said_by_its_rank_and_agrees_with_the_log(tmp_path):
     assert verdict(tmp_path, 3)[:2] == ("failed", 1), "a rank that the plan has and nobody heard"
 
 
+@pytest.mark.slow
 def test_commands_that_go_on_append_with_a_start_of_their_own(tmp_path):
     save = (f"schedule.save={tmp_path}/ckpt", "schedule.save_interval=2", "schedule.stop_every=2", *SHORT)
     first = told(tmp_path, *save)
@@ -140,6 +141,7 @@ def test_a_checkpoint_in_the_background_is_saved_once_it_is_whole(tmp_path):
     assert outcome.of_run(tmp_path, {"nonce": "mine"})["bad_put"]["checkpoints"] >= 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_nan_is_said_with_its_place(tmp_path, step):
     said = told(tmp_path, *SHORT, before=partial(poison, step, "decoder.layers.2"))
@@ -149,6 +151,7 @@ def test_a_nan_is_said_with_its_place(tmp_path, step):
     assert verdict(tmp_path, code=1) == ("failed", 1, "torchrun ended with 1: not a number, rank 0")
 
 
+@pytest.mark.slow
 def test_a_gradient_of_one_rank_that_is_no_number_is_the_reason(tmp_path):
     """Megatron wants to save then; where nothing is saved it ended with a TypeError, and so said the receipt."""
 
@@ -196,6 +199,7 @@ def test_out_of_memory_is_said_with_its_layer(tmp_path):
     assert (found.tried, found.rank, found.phase, found.kind[0]) == (2.0, 0, "forward", "activation")
 
 
+@pytest.mark.slow
 def test_a_signal_is_said_by_both_ranks_though_one_got_it(tmp_path):
     said = told(tmp_path, *TWO, world=2, before=partial(signal_in, 3, signal.SIGTERM, "1"))
     assert [(one["reason"], one["step"]) for one in of(said, "end")] == [("signal", 3)] * 2
@@ -235,6 +239,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_built(tmp
     assert rank.code == 2 and rank.err.startswith(f"error: `{FILE}` cannot be written") and not logged([rank])
 
 
+@pytest.mark.slow
 def test_a_gradient_that_was_not_measured_has_no_norm(tmp_path):
     """Without clipping, Megatron-FSDP's optimizer gives 0 for it, and a receipt called that finite."""
     fsdp = ("cluster=h200_2", "parallel.expert=2", "feature.megatron_fsdp.enabled=true", "optim.clip_grad=0.0")

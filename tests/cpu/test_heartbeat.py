@@ -89,22 +89,26 @@ def test_a_rank_that_does_not_meet_the_others(tmp_path):
     assert (found.kind, found.ranks) == ("bootstrap", (1,)) or found.text.startswith("all ranks came"), str(found)
 
 
+@pytest.mark.slow
 def test_a_rank_that_stops_in_a_step(tmp_path):
     found = watched(tmp_path, lambda: stop(3))
     assert (found.kind, found.ranks) == ("stopped", (1,)) and "is stopped, at step" in found.text
 
 
+@pytest.mark.slow
 def test_a_first_step_that_compiles(tmp_path):
     found = watched(tmp_path, lambda: slow(1, 60, "compute"))
     assert found.kind == "compile" and 1 in found.ranks, str(found)
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_something_else(tmp_path):
     """A disk, a lock: neither computing nor stopped, and behind the others."""
     found = watched(tmp_path, lambda: slow(4, 60, "sleep"))
     assert found.kind in ("stopped", "waiting") and "step 4" in found.text, str(found)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layer", ["decoder.layers.1", "decoder.layers.4"])
 def test_out_of_memory_names_the_layer_and_its_kind(tmp_path, layer):
     (rank,) = run(tmp_path, "schedule.train_steps=4", before=lambda: full(layer))

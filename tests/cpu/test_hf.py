@@ -284,7 +284,7 @@ def test_a_norm_without_weights_of_a_checkpoint_scales_nothing(centered):
     torch.testing.assert_close(made(torch.ones(8)), torch.ones(8))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["native", "author", "author streams"])
 def test_a_hundred_greedy_continuations_are_megatrons(made, name):
     """Megatron computes every sequence anew, the export from its caches."""
@@ -421,7 +421,7 @@ def test_import_of_export_is_the_checkpoint_to_the_last_bit(made, tmp_path, name
         assert torch.equal(x.view(torch.uint8), y.view(torch.uint8)), key
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["native", "author"])
 def test_training_starts_from_imported_weights(made, tmp_path, name):
     """The first loss is that of the trained weights, not of fresh ones; another layout may read them."""
@@ -1207,6 +1207,7 @@ def stored(value: Any):
     )
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("change", "says"),
     [

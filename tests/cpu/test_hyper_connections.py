@@ -167,6 +167,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("pattern", "layout"), LAYOUTS, ids=str)
 def test_every_layout_is_the_same_model(pattern, layout):
     """Each rank has the gradients of its own tokens, or without sequence parallelism of all; all streams cross a pipeline's cut."""

@@ -49,6 +49,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", CASES)
 def test_count_is_that_of_megatrons_modules(name, monkeypatch):
     monkeypatch.setattr(attention, "TENorm", modules.Norm)  # what Megatron puts on queries and keys by itself

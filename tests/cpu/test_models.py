@@ -337,7 +337,7 @@ def test_native_preset_has_the_measured_number_of_parameters():
 # Training -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layout_is_the_same_model(whole, family, layout):
@@ -842,7 +842,7 @@ def expert_biases(model):
     return [b for name, b in model.named_buffers() if name.endswith("expert_bias")]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("written", "read"), [("tp2", "tp2"), ("one", "tp2"), ("tp2", "one"), ("pp2", "ep2")])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_checkpoint_is_read_in_any_layout(tmp_path, family, written, read):

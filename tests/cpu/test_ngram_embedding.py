@@ -159,6 +159,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("pattern", "layout"), LAYOUTS, ids=str)
 def test_every_layout_is_the_same_model(pattern, layout):
     one, other = train(Case(pattern.replace("|", ""), features=NGRAMS)), train(Case(pattern, features=NGRAMS, **layout))

@@ -99,7 +99,7 @@ def test_what_is_read_of_a_config_has_the_parameters_of_its_class(name, tmp_path
         assert parameters(published.lowering(tmp_path).plan)[0] == total
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", published.MODELS)
 def test_megatron_computes_the_same_logits(made, name):
     folder, plan, weights = made(name)
@@ -118,7 +118,7 @@ def test_megatron_computes_the_same_logits(made, name):
 SECOND = {"glm_4_7_flash": "glm4_moe_lite", "qwen3_5_moe": "qwen3_5_moe_text"}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", published.MODELS)
 def test_what_goes_back_is_what_came_to_the_bit(made, name, tmp_path):
     """And transformers opens it by its own class, with nothing of ours and the same model."""
@@ -138,7 +138,7 @@ def test_what_goes_back_is_what_came_to_the_bit(made, name, tmp_path):
     assert again == native.described(published.keys(folder), "first")
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "said", "all_of"), [
     ("generation_config.json", [5, 2, 7], [5, 2, 7]), ("config.json", [5, 5, 127], [2, 5, 127]), ("generation_config.json", 5, [2, 5]),
 ])  # fmt: skip
@@ -243,7 +243,7 @@ def layouts() -> Iterator[tuple[str, str]]:
     yield "deepseek_v3", "ep"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "layout"), sorted(layouts()))
 def test_any_layout_reads_the_weights(made, name, layout, tmp_path):
     """TP, EP: each rank's logits. PP, whose stages pass nothing here: both stages' weights, saved again."""
@@ -311,6 +311,7 @@ def changed(folder: Path, name: str, change) -> None:
     save_file({key: value for key, value in tensors.items() if value is not None}, shard, {"format": "pt"})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["config.json", INDEX, "tokenizer.json"])
 def test_a_file_that_is_none_is_named(copied, name):
     """It was passed over, or another was said to be missing."""
@@ -364,12 +365,14 @@ def test_a_tensor_without_a_place_or_a_place_without_one_is_named(copied):
     assert "more" in text
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf, 3.3999e38])  # the last is an infinity in bf16
 def test_a_weight_that_is_no_number_is_named_and_nothing_is_left(copied, value):
     changed(copied[0], GATE, lambda tensor: tensor.float().index_fill(0, torch.tensor([1]), value))
     assert f"`{GATE}` of `{of_shard(copied[0], GATE).name}` holds a NaN or an infinity" in said(copied)
 
 
+@pytest.mark.slow
 def test_another_model_and_what_no_reader_takes_are_refused(copied):
     folder, keys = copied[0], published.keys(copied[0])
 
@@ -473,6 +476,7 @@ def test_fp8_in_blocks_is_read_by_its_scales(made, tmp_path):
         native.load(tmp_path / "hf", plan, tmp_path / "other", False, silent)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_next"])
 def test_one_tensor_is_held_at_a_time(made, tmp_path, monkeypatch, name):
     """torch's writer keeps each until its file is whole: a model would have to fit into the host's memory."""
@@ -556,6 +560,7 @@ def test_mxfp4_is_what_transformers_makes_of_it(packed, tmp_path):
     assert torch.equal(quantized.unpacked(blocks, scales), convert_moe_packed_tensors(blocks, scales))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("change", "config", "told"),
     [
@@ -597,6 +602,7 @@ def integers(made, bits: int, group: int) -> tuple[dict[str, Any], dict[str, tor
     return keys, held, plan, names
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("bits", "group"), [(4, 16), (8, 0)])
 def test_packed_integers_are_what_compressed_tensors_makes_of_them(made, tmp_path, bits, group):
     """Its own packer has written them; transformers opens the folder with its classes, and says what each weight is."""
@@ -672,6 +678,7 @@ def weights_of(**more: Any) -> dict[str, Any]:
 UNREAD = "config.json` quantizes its weights: `compressed-tensors`"
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("change", "config", "told"),
     [
@@ -713,6 +720,7 @@ ARCHITECTURES = {
 }  # fmt: skip
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_public_preset_has_its_architecture(name):
     of, keys = native.architecture(lowered(name).plan)
@@ -837,6 +845,7 @@ def test_adapters_by_themselves_are_what_peft_reads(made, tmp_path):
         assert torch.equal((base + added).bfloat16(), merged[f"{module}.weight"]), module
 
 
+@pytest.mark.slow
 def test_an_adapter_of_grouped_experts_goes_into_each_and_has_no_module_of_peft(made, tmp_path):
     folder, _, weights = made("mixtral")
     off = {"feature__lora": LORA | {"targets": ["linear_fc1"]}, "schedule__pretrained": str(weights)}
@@ -890,6 +899,7 @@ def test_adapters_do_not_go_into_weights_of_another_model_than_the_plan_beside_t
         native.export(checkpoint, tmp_path / "out", None, silent)
 
 
+@pytest.mark.slow
 def test_adapters_go_into_the_step_that_they_were_trained_on_alone(made, tmp_path):
     """A base that went on, or that was imported anew, has other weights of the same shapes."""
     checkpoint, _ = adapters(tmp_path / "adapters", made)

@@ -29,6 +29,7 @@ def short():
         yield Path(folder)
 
 
+@pytest.mark.slow
 def test_ten_steps_from_the_launcher_to_the_page(short):
     """Two processes over gloo. What has no meaning without a GPU is not in the receipt."""
     words = ["conf=nam56r_smoke", "cluster=cpu", "cluster.gpus_per_node=2", "schedule.train_steps=10", "port=29571"]

@@ -426,6 +426,7 @@ def signal_in(step: int, number: int, rank: str = "0") -> None:
     pretrain.forward_step = interrupted
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_run_with_a_checkpoint_and_success(tmp_path):
     """One rank gets it; both finish the step, save and end."""
     save = (f"schedule.save={tmp_path}/ckpt", "schedule.save_interval=100", "schedule.train_steps=5", "cluster=h200_2")

@@ -71,11 +71,13 @@ def tried(at: Path, where: str, *more: str) -> str:
     return f"{'done' if rank.code == 0 else 'failed'}, a whole step {'' if reached else 'or none '}saved"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("where", drawn(8, 1))
 def test_whatever_befalls_a_save_the_newest_step_is_whole(tmp_path, where):
     tried(tmp_path / "run", where)
 
 
+@pytest.mark.slow
 def test_the_next_run_goes_on_from_it(tmp_path):
     """After a kill in a save, of which a part lies there. Of a process Megatron logs the second loss as the mean of two."""
     norm = "grad norm"

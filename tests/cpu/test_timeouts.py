@@ -30,6 +30,7 @@ def late(step: int, seconds: float) -> None:
     pretrain.forward_step = slowed
 
 
+@pytest.mark.slow
 def test_a_first_step_may_take_longer_than_later_ones(tmp_path):
     trained(run(tmp_path, *TIMES, world=2, before=lambda: late(1, 2 * STEADY)))
 

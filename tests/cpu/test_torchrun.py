@@ -23,6 +23,7 @@ def ended(
     return subprocess.run(torchrun, capture_output=True, text=True, timeout=600, check=False, env=environ)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("who", ["rank == '0'", "rank == '1'"])
 @pytest.mark.parametrize("code", [2, 3])
 def test_nothing_follows_a_refusal(who, code, tmp_path):
@@ -49,6 +50,7 @@ def test_of_several_hosts_a_signal_is_the_ranks(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_success_and_torchruns_own_faults_are_as_ever(tmp_path):
     done = ended(tmp_path, "os.write(1, f'{words}\\n'.encode())", "--a", "b")  # in one piece: two ranks write
     assert (done.returncode, done.stderr) == (0, "") and done.stdout == "['--a', 'b']\n" * 2

@@ -149,6 +149,7 @@ def test_what_would_be_dropped_is_refused(words, said):
         translate(load("nam56r_smoke", [f"feature.tracking.{word}" for word in words]))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_no_preset_has_an_argument_of_it(name):
     assert not [s.name for s in preset(name).settings if s.owner == "tracking"]

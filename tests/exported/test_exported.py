@@ -74,6 +74,7 @@ def test_inside(version, exports, tmp_path, pytestconfig):
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
+@pytest.mark.few("newest")
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_published_config_is_the_same_model_as_that_version_writes_it(version, tmp_path):
     """Names of layers and places of keys move between versions; what a file leaves out they fill in."""

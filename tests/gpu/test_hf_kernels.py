@@ -1,6 +1,6 @@
 """Our kernels inside an exported model against its plain torch: whole passes, prefills, steps, gradients.
 
-With TRITON_INTERPRET=1 the same on a CPU, where no step is captured (tests/blocks/test_hf_kernels.py does that).
+With TRITON_INTERPRET=1 the same on a CPU, where no step is captured (tests/blocks/test_interpreted.py does that).
 """
 
 import copy

@@ -1,6 +1,6 @@
 """Mamba-2's norm by group: values and gradients against fp64 and mamba-ssm's own, whatever order tokens and samples lie in.
 
-With TRITON_INTERPRET=1 the same on a CPU and small, without mamba-ssm (tests/blocks/test_mamba2_norm.py does that).
+With TRITON_INTERPRET=1 the same on a CPU and small, without mamba-ssm (tests/blocks/test_interpreted.py does that).
 """
 
 import os

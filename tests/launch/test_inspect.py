@@ -189,6 +189,7 @@ def test_out_of_memory_is_read_from_the_events(run):
     assert rest[0] == "  GiB: tried 2.00"
 
 
+@pytest.mark.slow
 def test_a_long_log_is_not_held_in_memory(run):
     """460 MB took 1.2 GB. Here one of 40 MB, with an error at its end, and a line that never ends."""
     with open(run / "log.txt", "w") as log:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from launch.host import patch
 
 TESTS = Path(__file__).parents[1] / "gpu" / "test_mla_rope_patch.py"
@@ -19,6 +21,7 @@ def run(root: Path, *words: str) -> str:
     return subprocess.run(command, env=environ, capture_output=True, text=True).stdout
 
 
+@pytest.mark.slow
 def test_patched_all_block_sizes_pass(queue, unpacked):
     patch.apply(queue, unpacked)
     assert "16 passed" in run(unpacked)

@@ -92,6 +92,7 @@ def large(tmp_path) -> tuple[patches.Queue, Path]:
 CALLS = ("os.replace", "os.unlink", "os.mkdir", "os.fsync", "os.rmdir")
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_a_tree_that_the_next_apply_finishes(large, tmp_path):
     """At every fifth of the moments before and after a call that changes the disk. Before, 6 of 6 kills left a foreign tree."""
     queue, pristine = large
@@ -207,6 +208,7 @@ def test_a_series_with_another_result_is_refused(queue, unpacked):
     assert queue.state(unpacked) == "pristine"
 
 
+@pytest.mark.slow
 def test_export_gives_back_what_was_applied_and_what_was_added(queue, unpacked, tmp_path):
     patch.apply(queue, unpacked, commits=True)
     mine = replace(queue, folder=tmp_path / "megatron-core" / "0.19.2")

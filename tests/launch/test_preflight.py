@@ -229,6 +229,7 @@ def test_a_check_leaves_nothing_behind(context, tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_the_command_on_this_machine():
     words = [sys.executable, "-m", "launch", "check", "conf=nam56r_smoke", "format=json"]
     done = subprocess.run(words, cwd=REPO, capture_output=True, text=True, env={**os.environ, "PATH": "/usr/bin:/bin"})

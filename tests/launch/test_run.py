@@ -202,6 +202,7 @@ def test_a_launcher_killed_in_its_checks_has_a_receipt(root):
     assert sorted(ends) == ["completed", "lost"] and "lost its launcher" in second.err
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     "fault",
     [
@@ -232,6 +233,7 @@ def test_a_signal_in_the_checks(root):
     assert launcher.receipt["outcome"]["reason"] == "SIGTERM before the training was started"
 
 
+@pytest.mark.slow
 def test_sigterm_reaches_the_ranks_below_a_real_torchrun(root):
     mark = f"touch={root.parent}/running"
     launcher = Launcher.start(root, f"steps=500 sleep=0.1 {mark}", STAND_IN_RANKS="2")
@@ -247,6 +249,7 @@ def test_sigterm_reaches_the_ranks_below_a_real_torchrun(root):
     assert gone(mark)
 
 
+@pytest.mark.slow
 def test_two_nodes_have_one_receipt(root, tmp_path):
     """Two real torchruns that meet, below an srun that starts both here and kills them when it is asked to end, as Slurm's does."""
     tasks = f"{tmp_path}/tasks"
@@ -291,6 +294,7 @@ def test_a_rank_that_outlives_its_torchrun_is_ended(root):
     assert time.monotonic() - begin < 30 and "outlived torchrun" in launcher.err
 
 
+@pytest.mark.slow
 def test_two_launches_do_not_mix(root):
     port = free_port()
     mark = f"touch={root.parent}/running"
@@ -767,6 +771,7 @@ def in_a_shell(root: Path, trainer: str, before=lambda: None, **env: str) -> sub
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
 def test_a_signal_that_the_caller_ignores_ends_nothing(root, number):
     """`nohup python -m launch run`, and a job in the background of a shell that gets a Ctrl-C."""
@@ -809,6 +814,7 @@ def test_what_the_launcher_had_started_before_goes_on(tmp_path):
         other.kill()
 
 
+@pytest.mark.slow
 def test_a_chatty_trainer_is_not_held_up(root):
     """By the processor time of a launch without its noise, which tells how fast the machine is: 4 times that, and 15 times once."""
 
@@ -826,6 +832,7 @@ def test_a_chatty_trainer_is_not_held_up(root):
     assert (folder / receipt.LOG).stat().st_size > 64 << 20
 
 
+@pytest.mark.slow
 def test_a_log_that_cannot_be_written_stops_the_run_and_is_said(root):
     done = limited(5 << 20, "steps=100000 sleep=0.00001", root)
     assert done.returncode == 1 and "File too large" in done.stderr and "Traceback" not in done.stderr
@@ -840,6 +847,7 @@ def test_no_room_for_a_receipt_starts_nothing(root):
     assert receipt.folders(root) == [] and not (root.parent / "running").exists()
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_receipts_whole(root):
     """Open, record and seal in a loop, killed at a random moment: what lies there is whole, and what was open is sealed as lost."""
     chance = random.Random(5)

@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from hosts import FIXTURES
 from hypothesis import given
 from hypothesis import strategies as st
@@ -83,6 +84,7 @@ def test_a_receipt_has_every_figure_under_its_own_name():
     assert Redactor({}).tree(figures) == figures
 
 
+@pytest.mark.slow
 def test_without_a_gpu_the_pass_fails_and_is_bounded():
     found, figures = sanity.run(DEVICE, 1, 29511, {"PATH": "/usr/bin:/bin"})
     assert [(f.name, f.level) for f in found] == [("gemm", "fail")] and figures == {}

@@ -167,6 +167,7 @@ def written(tmp_path, lines: list[str], environ: dict[str, str]) -> tuple[str, s
     return (made.folder / receipt.LOG).read_text(), (made.folder / receipt.FILE).read_text()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("piece", ["token ....", "key .", "-", "_", "1-", "x-", "://a:", "token-", "password "])
 def test_no_line_takes_long(piece):
     """One of dashes took minutes, while the trainer waited for its pipe."""

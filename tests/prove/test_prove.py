@@ -761,7 +761,7 @@ SAMPLE = {
 }  # fmt: skip
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("words", SAMPLE.values(), ids=SAMPLE.keys())
 def test_a_sample_of_layouts_is_proven(words):
     preset, *overrides = words
@@ -812,7 +812,7 @@ def test_bits_in_another_place_are_other_bits(monkeypatch, other):
     assert bits([[1.0, 1.0]]) != bits([[2.0, 2.0]])
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_a_second_run_with_other_bits_is_told_by_the_module_that_first_had_them(backward):
     """Over two stages, whose layers are counted through."""
@@ -1009,6 +1009,7 @@ def test_a_rank_that_has_ended_at_the_limit_is_not_late(monkeypatch):
     assert [(rank.late, rank.code) for rank in ended] == [(False, 0), (True, -9)]
 
 
+@pytest.mark.slow
 def test_a_disk_that_would_be_filled_is_told_before_anything_runs(monkeypatch):
     with proof.Bench(load("nam56r_native_dp", ("cluster=h200_2", "parallel.pipeline=2"))) as bench:
         bench.proof(bench.begin())
@@ -1066,7 +1067,7 @@ def benches():
         one.__exit__(None, None, None)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_bug_is_found(benches, name):
     bug = planted.BUGS[name]
@@ -1135,6 +1136,7 @@ def test_every_pair_has_an_outcome_and_no_run_is_made_twice(monkeypatch, tmp_pat
     assert "gradients 2.5e-01, weights 5.0e-01" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_presets_can_be_cut():
     for name in ALL:
         if not lowered(name).plan.not_built:

@@ -38,6 +38,7 @@ def trained(model, at, accumulation: int, **more) -> tuple[torch.Tensor, dict[st
     return torch.tensor([told.losses, told.norms]), {n: p.detach() for n, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 def test_accumulation_changes_nothing(model, tmp_path):
     """Loss, gradient and step are those of the whole batch, whatever parts it comes in."""
     one, weights = trained(copy.deepcopy(model), tmp_path, 1)
@@ -50,6 +51,7 @@ def test_accumulation_changes_nothing(model, tmp_path):
     assert one[0, 0].item() == pytest.approx(model(tokens, labels=labels).loss.item(), abs=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_computes_the_same(model, tmp_path, reentrant):
     plain, weights = trained(copy.deepcopy(model), tmp_path, 2)
@@ -109,6 +111,7 @@ def test_a_model_of_a_config_alone_has_every_weight(name, dtype):
     assert kept == {n: p.dtype for n, p in opened(name, dtype).named_parameters()}
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("place", ["disk", "cpu"])
 def test_weights_that_stay_elsewhere(name, kept, tmp_path, place):

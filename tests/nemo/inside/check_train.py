@@ -217,6 +217,7 @@ def test_one_recipe_by_every_loop_has_the_same_losses(tmp_path):
         assert found == losses["ours"], name
 
 
+@pytest.mark.slow
 def test_commands_that_stop_and_resume_are_one_run(tmp_path):
     """And each says in its log what a launcher looks for."""
     plan, save = tmp_path / "plan.json", tmp_path / "ckpt"
@@ -247,6 +248,7 @@ def test_commands_that_stop_and_resume_are_one_run(tmp_path):
         assert any(f"says step {step}, and `latest_train_state.pt` 4" in text for text in refusals(*goes_on))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("start", ["load", "pretrained"])
 def test_a_checkpoint_that_was_exchanged_once_it_was_judged_is_refused(start, pretrained, tmp_path):
     """Bridge looks at the disk again, and begins with random weights where there is none any more, or with others."""
@@ -304,6 +306,7 @@ def megatrons(*overrides: str) -> list:
     return list(checkpoint.objections(translate(load("nam56r_smoke", (*SMALL, *overrides)))))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("step", "runner"), [(1, by_others), (3, by_bridge)])
 def test_a_nan_ends_the_run_and_is_traced(step, runner, tmp_path):
     def poisoned(words: list[str]) -> int:
@@ -326,6 +329,7 @@ def test_a_nan_ends_the_run_and_is_traced(step, runner, tmp_path):
     assert "Traceback" not in rank.err
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_no_number_ends_the_run(tmp_path):
     """Without a folder to save to, Bridge's own end was a TypeError."""
 
