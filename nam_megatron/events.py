@@ -103,7 +103,7 @@ class Record:
     def end(self, reason: str, code: int | None, **more: Any) -> None:
         """How this process ends; what is said first stands."""
         assert reason in REASONS, reason
-        if not self._ended:
+        if self.on and not self._ended:
             self._ended = True
             self.say("end", reason=reason, code=code, step=self.done, **more)
 

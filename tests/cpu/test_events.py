@@ -212,6 +212,15 @@ def test_a_killed_rank_keeps_what_it_said_and_says_no_end(tmp_path):
     assert verdict(tmp_path, code=1)[2].startswith("torchrun ended with 1: no rank")
 
 
+def test_an_end_that_nothing_was_open_for_is_no_end(tmp_path):
+    """A process that is forked off has its own to say."""
+    one = Record()
+    one.end("refused", 2)
+    one.open(tmp_path, "mine", 0)
+    one.end("done", 0)
+    assert [line["reason"] for line in map(json.loads, (tmp_path / FILE).read_text().splitlines())] == ["done"]
+
+
 def test_a_refused_plan_is_said(tmp_path):
     said = told(tmp_path, *SHORT, before=lambda: os.environ.pop("PYTORCH_ALLOC_CONF"))
     assert [one["event"] for one in said] == ["start", "end"]
