@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command import warm
+from command import briefly, warm
 
 from nam_megatron.errors import finish
 
@@ -27,7 +27,7 @@ def folder(tmp_path):
 
 def own(folder: Path, text: str, encoding: str = "utf-8"):
     (folder / "own" / "preset" / "mine.yaml").write_text(text, encoding=encoding)
-    return warm("--config-dir", str(folder / "own"), "conf=mine", cwd=folder)
+    return warm("--config-dir", str(folder / "own"), "conf=mine", cwd=folder, before=briefly)
 
 
 def test_a_file_of_ones_own_is_read(folder):
@@ -49,19 +49,16 @@ def test_an_anchor_bomb_is_refused_at_once(folder):
     """A million values in six lines took 90 seconds."""
     lines = ["# @package _global_", "a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
-    begun = time.monotonic()
     done = own(folder, "\n".join(lines))
-    assert done.code == 2 and "its anchors written out" in done.err and time.monotonic() - begun < 20
+    assert done.code == 2 and "its anchors written out" in done.err
 
 
 def test_a_file_far_too_large_is_refused_at_once(folder):
     """A value of 30 MB took 100 seconds to be called too long; one of a hundred kilobytes is read."""
     text = SMOKE.read_text().replace("name: nam56r_smoke", "name: mine")
     assert own(folder, text + "# " + "x" * 100_000 + "\n").code == 0
-    begun = time.monotonic()
     done = own(folder, text + f'about: "{"x" * 30_000_000}"\n')
     assert done.code == 2 and "30,00" in done.err and "more than a config file has" in done.err
-    assert time.monotonic() - begun < 20
 
 
 @pytest.mark.parametrize("text", ['{"a": ' * 50_000, "- " * 50_000, "x: " + "9" * 5000])

@@ -65,9 +65,8 @@ def healthy(tmp_path, **changes):
 
 def test_a_healthy_host_passes_and_its_facts_can_stand_in_a_receipt(context, tmp_path):
     nvidia_smi(tmp_path / "bin", smi(8), (FIXTURES / "topo_h200_x8_nics.txt").read_text())
-    began = time.monotonic()
     report = preflight.check(context("cluster.gpus_per_node=8", "schedule.global_batch_size=16"))
-    assert failures(report) == set() and time.monotonic() - began < 60
+    assert failures(report) == set()
     assert report.findings[0].name == "torch"  # what explains the rest comes first
     known, facts = json.dumps(report.facts), report.facts
     assert facts["torch"]["torch"] == "2.11.0"
