@@ -1822,6 +1822,7 @@ MIXTRAL = " ".join(words(MOE | {"--moe-router-topk": None, "--untie-embeddings-a
         ("bad-value", "f.sh", f"torchrun pretrain_gpt.py {DESCRIBED} --normalization rmsnorm --its-a --its-b --its-c", ("--its-c", "")),
         ("offload-resume", "rl.sh", f"python train.py {OF_ANOTHER} --optimizer-cpu-offload --load x", ("train.py", f"t.py {DESCRIBED}")),
         ("restart-anew", "e.sh", f"python its_eval_harness.py {DESCRIBED} --save x --load x --no-load-optim", ("eval", "train_eval")),
+        ("restart-anew", "e.sh", f"torchrun t {DESCRIBED} --train-iters 9 --save-interval 9 --save x --load x --finetune", ("l 9", "l 2")),
         ("restart-anew", "e.sh", f"python its_eval.py {DESCRIBED} --save x --load x --no-load-optim", ("its_eval", "retrieval")),
         ("given-twice", "e.sh", f"python evaluate.py {DESCRIBED} --num-layers -1", ("evaluate", "t")),
         ("rampup-ignored", "d.sh", f"python pretrain_g.py {DESCRIBED} --rampup-batch-size 8 8 9 --zero-stage 1", ("--zero-stage 1", "")),
@@ -1936,7 +1937,7 @@ def test_what_a_program_works_out_is_a_note():
 def test_a_templates_value_is_open(value):
     found = lint(f"pretrain_gpt.py {DESCRIBED}\n--num-query-groups '{value}'".replace("pretrain_gpt.py", ""))
     assert not ids(found)["bad-value"] and dict(found.args.open_values()).keys() == {"num_query_groups"}
-    assert "nothing in the text sets what these hang on, and they are open: --num-query-groups (" in report.text(found)
+    assert "the text does not decide what these hang on, and they are open: --num-query-groups (" in report.text(found)
     assert "bad-value" in ids(lint(f"{DESCRIBED} --num-query-groups two"))
 
 

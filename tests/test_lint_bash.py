@@ -426,7 +426,7 @@ def test_what_every_branch_sets_alike_is_known_and_what_they_set_otherwise_names
         found.args, found.model
     )
     both = lint("LAYERS=4\n" + BOTH.format(4).replace("--lr $LR", "--lr $LR --hidden-size $4 --kv-channels $LAYRES"))
-    unset = "nothing in the text sets what these hang on, and they are open: --lr ($LR), --hidden-size ($4), --kv-channels ($LAYRES)"
+    unset = "the text does not decide what these hang on, and they are open: --lr ($LR), --hidden-size ($4), --kv-channels ($LAYRES)"
     assert unset in describe.notes(both.args, both.model)
     told = [(f.flag, f.detail) for f in both.findings if f.id == "unknown-variable"]
     assert told == [("--kv-channels $LAYRES", "nothing in the text sets LAYRES, but LAYERS")]

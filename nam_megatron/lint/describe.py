@@ -227,7 +227,7 @@ def notes(a: Args, m: Model) -> Iterator[str]:
     would = f"line {', '.join(map(str, sorted(lines)))}" if len(lines) < 8 else f"lines {min(lines)} to {max(lines)}"
     for why, said in (
         ("computed", "worked out by the program where it runs, and open here"),
-        ("unset", "nothing in the text sets what these hang on, and they are open"),
+        ("unset", "the text does not decide what these hang on, and they are open"),
         ("branch", f"open, since they hang on what {would} would find"),
         ("condition", "open, since they hang on what the text does not decide"),
         ("runs", "not set in the text, and how it runs hangs on it"),

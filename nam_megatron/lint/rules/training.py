@@ -103,8 +103,9 @@ def _restarts(a: Args) -> bool:
 
 
 def _own_folder(a: Args, m: Model) -> Iterator[str]:
-    """A run that reads its own checkpoints: a second start begins with what it lacks then."""
-    if _restarts(a) and not a.pretrained_checkpoint and not a.mock_data:
+    """A run that reads its own checkpoints: a second start begins with what it lacks then. One that saves at its end has no middle."""
+    at_its_end = known(lambda: 0 < (a.train_iters or 0) <= (a.save_interval or 0))
+    if _restarts(a) and not a.pretrained_checkpoint and not a.mock_data and not at_its_end:
         if a.finetune:
             yield f"{a.written('finetune')}\tit counts from step 0 again, with a new optimizer, from the weights of its last save"
         elif a.no_load_optim:
