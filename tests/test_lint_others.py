@@ -328,6 +328,16 @@ def test_a_section_that_nothing_takes_sets_no_field():
     assert lint(text, "r.py").args.train_iters == 100
 
 
+def test_verl_has_fields_for_mindspeeds_llm_in_megatrons_names():
+    text = VERL.replace("actor.megatron.", "actor.mindspeed.").replace("override_transformer_config", "llm_kwargs")
+    found = lint(text.replace("apply_rope_fusion=False", "spec='[mindspeed_llm.spec, layer_spec]'"))
+    assert (found.args.tensor_model_parallel_size, found.args.moe_router_dtype, found.args.said("spec")) == (
+        4,
+        "fp32",
+        False,
+    )
+
+
 def test_words_over_a_recipe_of_bridges_are_its_fields():
     run = "python scripts/run_recipe.py --recipe a model.tensor_model_parallel_size=2 train.train_iters=5 checkpoint.save=x"
     found = lint(run)

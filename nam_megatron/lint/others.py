@@ -129,11 +129,13 @@ PROGRAMS = (
         {
             **_under("actor_rollout_ref.actor.megatron", override_transformer_config="model", override_ddp_config="ddp"),
             **_under("engine", override_transformer_config="model", override_ddp_config="ddp"),
+            **_under("actor_rollout_ref.actor.mindspeed", llm_kwargs="args"),  # MindSpeed-LLM's, in Megatron's names
             **dict.fromkeys(("actor_rollout_ref.actor.optim.override_optimizer_config", "optim.override_optimizer_config"), "optimizer"),
         },
         {f"{group}.{key}": key for group in ("actor_rollout_ref.actor.optim", "optim") for key in OPTIMIZER},
         (("trainer.nnodes", "trainer.n_gpus_per_node"),),
         model=("actor_rollout_ref.model.path", "model.path"),
+        own=("spec",),
     ),
     Program(
         "SkyRL",
