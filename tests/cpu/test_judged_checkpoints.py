@@ -1,5 +1,6 @@
 """What stands beside a checkpoint and in it, judged part by part: small ones that torch writes, and none is trained."""
 
+import contextlib
 import hashlib
 import io
 import json
@@ -682,6 +683,8 @@ def test_a_gpu_of_another_architecture_than_the_plans_is_refused(monkeypatch):
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=found: found)
         assert [p.key for p in hosts.another_chip(recipe)] == ["device.capability"] * refused
+        with pytest.raises(Refused, match="compute capability") if refused else contextlib.nullcontext():
+            assert hosts.one_for_all([], recipe) == []
 
 
 def test_what_was_signed_of_the_data_is_not_read_again(step, monkeypatch):
@@ -697,6 +700,27 @@ def test_what_was_signed_of_the_data_is_not_read_again(step, monkeypatch):
         assert list(resume.another(step.parents[1] / "new", lowering)) == [], "a resume asks before it signs"
         assert hosts.on_disk(lowering.plan.recipe)["data.path"]["train.bin"] == "1" and len(read) == reads
         READ.cache_clear()  # as on another host
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert hosts.on_disk(lowering.plan.recipe) == {} and len(read) == 2, "one rank reads for its host"
+
+
+def test_a_copy_with_its_times_is_no_shared_disk(step, monkeypatch):
+    monkeypatch.setattr(checkpoint, "JUDGED", {step.parent: (step.name, "a" * 64)})
+    seen = hosts.judged()
+    shutil.copytree(step, step.with_name("copy"))
+    assert hosts.judged() == seen
+    shutil.rmtree(step)
+    step.with_name("copy").rename(step)
+    assert hosts.judged() != seen
+
+
+def test_what_one_rank_has_found_ends_all(monkeypatch):
+    found = [Problem("another dataset", key="data.path")]
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    gather = lambda every, said: every.__setitem__(slice(None), (said, (found, None)))  # noqa: E731
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    with pytest.raises(Refused, match="another dataset"):
+        hosts.agreed([], None)
 
 
 @pytest.mark.parametrize("same_disk", [True, False])

@@ -702,6 +702,7 @@ def test_the_local_dispatcher_waits_once_and_late(monkeypatch):
         for name in ("router", "shared_experts", "experts"):
             getattr(layer, name).register_forward_pre_hook(lambda *_, name=name: seen.append(name))
         harness.step(rig)
+        assert layer.shared_output is None, "it would be held until the next pass"
         return seen
 
     (found,) = on_ranks(Case("E", dispatcher="local", microbatches=1), order)

@@ -263,6 +263,18 @@ def gradients_are_not_reduced():
     Group.start_grad_sync = Group.finish_grad_sync = lambda self, *_, **__: None
 
 
+@bug("data", what="gradient")
+def one_replica_adds_nothing():
+    """Of a run nobody notices it: all ranks have the same weights afterwards."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
+
+    @around(Group, "start_grad_sync")
+    def lost(old, self, *args, **named):
+        for bucket in self.buckets:
+            bucket.grad_data.mul_(torch.distributed.get_rank() != 1)
+        return old(self, *args, **named)
+
+
 @bug("copies of experts", kind="moe", what="gradient")
 def copies_of_an_expert_keep_their_own_gradients():
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
