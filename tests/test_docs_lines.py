@@ -129,7 +129,7 @@ def shop(tmp_path_factory):
     return folder
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @of("run")
 def test_a_line_runs_as_it_stands(page, command, shop):
     words = re.sub(r"\[(receipts/B) \.\.\.\]", r"\1", command)

@@ -62,6 +62,7 @@ REGIMES = {
 STREAMS = "nam52_h200_dense_ref_v1"
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", REGIMES)
 def test_another_way_is_another_regime_of_the_same_family(name):
     one, other = plan(NATIVE), plan(f"{NATIVE} {REGIMES[name]}")

@@ -114,6 +114,7 @@ def test_a_megatron_that_does_not_say_its_version(tmp_path):
         assert done.returncode == 2 and "does not say of which version it is" in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_what_was_asked_is_printed_and_stored():
     here = {"megatron_core": current().pin, "transformer_engine": None}
     assert installed.ask().as_dict() == here

@@ -807,6 +807,7 @@ def test_text_names_what_is_trained():
     assert text.splitlines()[-1].startswith("no finding; ")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("base", [GPT, HYBRID, MOE, MLA, DSA], ids=["gpt", "hybrid", "moe", "mla", "dsa"])
 def test_text_has_no_value_that_nobody_said(base):
     for flag in base:
@@ -1111,6 +1112,7 @@ def test_a_launch_without_layers_is_no_recipe():
         recipe.make(lint(f"torchrun --nproc-per-node 8 pretrain_hybrid.py {text}"), Path("mine.yaml"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("said", "kernels", "lost"),
     [(NORMS, "cudnn", False), (NORMS[:1], "transformer_engine", True), ((), "transformer_engine", False)],
@@ -1166,6 +1168,7 @@ def test_routing_comes_back(said, keys):
     assert {key: getattr(moe, key) for key in keys} == keys
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("said", "key", "value"),
     [
@@ -1193,6 +1196,7 @@ def test_windows_of_other_layers_than_a_key_can_say_are_listed():
     assert any(line.startswith("--window-size 127,0 -> ") for line in made.lost)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("base", [GPT, MLA, HYBRID], ids=["GPT", "MLA", "hybrid"])
 def test_learned_positions_come_back(base):
     """Megatron's default; its table has a row for each of --max-position-embeddings, and MLA turns beside it."""
@@ -1225,6 +1229,7 @@ def test_what_is_recomputed_beside_what_is_captured(base, captured, again, said,
     assert ("graphs-modules" in ids(found)) is stops is (ask(oracle, found).error is not None)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("base", [MLA, DSA], ids=["MLA", "DSA"])
 @pytest.mark.parametrize("said", [{"--normalization": "LayerNorm"}, {"--fp8-format": "hybrid"}], ids=str)
 def test_layers_that_our_kernels_do_not_take_come_back_as_megatrons(base, said):
@@ -1396,6 +1401,7 @@ def test_gpus_that_the_text_contradicts_are_refused():
     assert lint(text, gpus=8).args.launch.gpus == 8
 
 
+@pytest.mark.slow
 def test_command_line_end_to_end(tmp_path):
     done = run("recipe=" + str(tmp_path / "mine.yaml"), "format=json", "gpus=4", text=" ".join(words(GPT)))
     assert done.returncode == 0 and json.loads(done.stdout)["gpus"] == 4

@@ -116,6 +116,7 @@ BAMBA = {
 SEED_OSS = {"model_type": "seed_oss", "head_dim": 128, "residual_dropout": 0.0, "attention_dropout": 0.0}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("base", "change", "says"),
     [

@@ -87,7 +87,7 @@ def stepping() -> dict[str, dict[str, list[str]]]:
     return made
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("letter", BASES)
 def test_one_flag_steps_in_these_traps_and_no_other(letter):
     """Of the flags that step into none anywhere each is tried in two of the launches."""

@@ -138,6 +138,7 @@ def test_a_recipe_says_what_of_a_launch_it_has_not(name):
     assert made.refused or same_layers(found, made)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("base", "change", "lost", "keyless"),
     [  # what a recipe says in one way, said in another

@@ -85,6 +85,7 @@ def test_a_missing_module_of_our_own_is_our_mistake(tmp_path):
     assert done.returncode == 1 and "Traceback" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_plan_says_where_nam_megatron_is_missing(tmp_path):
     translate = [sys.executable, "-m", "nam_megatron.translate", "conf=nam56r_smoke", f"out={tmp_path}"]
     subprocess.run(translate, check=True, capture_output=True, cwd=REPO)

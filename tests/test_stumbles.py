@@ -153,6 +153,7 @@ def test_one_of_a_list_is_the_list():
     assert "`nam list clusters`" in nam("list", "clustrs").stderr
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("words", [["data"], ["hf", "watch", "x"], ["lint"], ["generate"], ["data", "biuld", "x"]])
 def test_a_wrong_word_is_refused_in_the_programs_name(words):
     ran = nam(*words)

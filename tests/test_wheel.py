@@ -69,6 +69,7 @@ def test_a_preset_of_ones_own(installed, tmp_path):
     assert made.returncode == 0 and "--lr 0.002" in made.stdout, made.stderr
 
 
+@pytest.mark.slow
 def test_the_launcher_is_the_wheels_own(installed, tmp_path):
     script = run(installed, tmp_path, "nam_megatron.launch show conf=nam56r_smoke format=sbatch")
     assert script.returncode == 0 and "exec python -m nam_megatron.launch run" in script.stdout, script.stderr
@@ -81,6 +82,7 @@ def test_the_launcher_is_the_wheels_own(installed, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_in_a_checkout_both_names_are_the_same(tmp_path):
     asked = [
         subprocess.run(

@@ -141,6 +141,7 @@ def test_what_is_no_wish_is_not_decided_by_the_order_of_files(mine, overlay, key
     assert load("mine", [word, "+overlay=a", f"{key}={value}"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "one, other",
     [

@@ -76,6 +76,7 @@ def test_the_memory_benchmark_reports_what_was_trained(tmp_path):
     assert sum(r["parameters"] for r in document["ranks"]) == 321944  # as Megatron counts this model on one rank
 
 
+@pytest.mark.slow
 def test_stock_is_megatrons_own_builder_and_stack(tmp_path):
     """Its default stack needs TE; here ours stands in its place, in the module where Megatron keeps it."""
 
@@ -112,6 +113,7 @@ def test_stock_is_megatrons_own_builder_and_stack(tmp_path):
     assert losses("--stock", before=default_stack) == losses(before=gauge)
 
 
+@pytest.mark.slow
 def test_the_report_comes_where_a_command_stops(tmp_path):
     out = tmp_path / "peak.json"
     save = (f"schedule.save={tmp_path}/ckpt", "schedule.save_interval=2", "schedule.stop_every=2")

@@ -206,6 +206,7 @@ def test_a_signal_is_said_by_both_ranks_though_one_got_it(tmp_path):
     assert verdict(tmp_path, 2, signals=["SIGTERM"]) == ("interrupted", 1, "SIGTERM; torchrun ended with 0")
 
 
+@pytest.mark.slow
 def test_a_killed_rank_keeps_what_it_said_and_says_no_end(tmp_path):
     said = told(tmp_path, *SHORT, before=partial(signal_in, 4, signal.SIGKILL))
     assert [one["step"] for one in of(said, "step")] == [1, 2, 3] and not of(said, "end")

@@ -222,7 +222,7 @@ def in_megatron(job) -> None:
 
 
 # Without their fused kernel Megatron turns heads in bf16, and of plain attention little else would be compared.
-@pytest.mark.few("native-fp32", "author-fp32", "author-bf16")
+@pytest.mark.few("native-fp32", "author-bf16")
 @pytest.mark.parametrize(
     ("name", "dtype"), [(n, d) for n in EVERY for d in ("fp32", "bf16") if d == "fp32" or n not in ("llama tp", "yarn")]
 )

@@ -353,7 +353,7 @@ def test_every_layout_is_the_same_model(whole, family, layout):
     assert not far
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
 def test_learned_positions_are_one_table_in_every_layout(layout):
     """Whole on each tensor rank, on the first stage alone; and no table of Megatron's optimizers, which marks that of words."""
@@ -641,7 +641,7 @@ def test_the_strided_mixer_is_megatrons(layout):
     torch.testing.assert_close(found.gradients, expected.gradients, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}], ids=str)
 def test_columns_of_zeros_behind_mamba2s_projection_are_nobodys(layout, monkeypatch):
     """200 columns, or 100 of a tensor rank: the scan gets those, in place; as many as FP8 GEMMs want go through the projection."""
@@ -667,7 +667,7 @@ def test_columns_of_zeros_behind_mamba2s_projection_are_nobodys(layout, monkeypa
     torch.testing.assert_close(found.gradients, expected.gradients, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}], ids=str)
 def test_the_strided_norm_is_given_what_the_scan_wrote(layout):
     """No copy between them, and the same values."""

@@ -169,6 +169,7 @@ def test_every_token_that_ends_a_text_comes_back(copied, tmp_path, file, said, a
     assert generate._tokenizer(SimpleNamespace(tokenizer=None, path=weights), True)[1] == all_of
 
 
+@pytest.mark.slow
 def test_what_nobody_reads_and_a_class_computes_otherwise_is_said(made, tmp_path, capsys):
     shutil.copytree(made("deepseek_v2")[0], tmp_path / "hf")
     keys = published.keys(tmp_path / "hf")
@@ -185,6 +186,7 @@ def test_what_nobody_reads_and_a_class_computes_otherwise_is_said(made, tmp_path
     assert weighs in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_text_of_a_model_that_also_sees_is_taken_out_of_it(tmp_path, capsys):
     """Qwen3.5 as it is published: another prefix, and an encoder of pictures, which is left out with a word."""
     text = published.BASE | published.MODELS["qwen3_5"][1]
@@ -727,6 +729,7 @@ def test_every_public_preset_has_its_architecture(name):
     assert of.architecture == keys["architectures"][0] == ARCHITECTURES[name]
 
 
+@pytest.mark.slow
 def test_what_an_engine_reads_under_another_name_is_written():
     """SGLang 0.5.23 opens neither family without: it looks at no `layer_types`, and takes 8 groups."""
     (_, linear), (_, mamba) = (native.architecture(lowered(n).plan) for n in ("qwen3_5_0_8b", "nemotron_h_8b"))
@@ -760,6 +763,7 @@ def test_dense_layers_anywhere_are_said_where_a_class_reads_them(tmp_path):
         native.architecture(plan, "deepseek_v3")
 
 
+@pytest.mark.slow
 def test_nemotron_hs_class_ties_nothing_and_has_a_residual_stream_of_its_own(tmp_path):
     with pytest.raises(Refused, match="has `tie_word_embeddings` False, and the plan True"):
         native.architecture(of_config(tmp_path, "nemotron_h", tie_word_embeddings=True))
@@ -865,6 +869,7 @@ def test_an_adapter_of_grouped_experts_goes_into_each_and_has_no_module_of_peft(
         native.peft(tmp_path / "adapters", tmp_path / "peft", silent)
 
 
+@pytest.mark.slow
 def test_an_adapter_without_a_weight_is_refused(made, tmp_path):
     checkpoint, _ = adapters(tmp_path / "adapters", made, "decoder.layers.0.mlp.router.adapter.linear_in.weight")
     with pytest.raises(
@@ -882,6 +887,7 @@ def test_an_adapter_without_a_weight_is_refused(made, tmp_path):
         native.export(tmp_path / "none", tmp_path / "out", None, silent)
 
 
+@pytest.mark.slow
 def test_adapters_do_not_go_into_weights_of_another_model_than_the_plan_beside_them(made, tmp_path):
     checkpoint, _ = adapters(tmp_path / "adapters", made)
     beside = made("llama_3")[2] / "plan.json"
@@ -916,6 +922,7 @@ def test_adapters_go_into_the_step_that_they_were_trained_on_alone(made, tmp_pat
             native.export(checkpoint, tmp_path / "out", None, silent)
 
 
+@pytest.mark.slow
 def test_adapters_do_not_go_into_damaged_weights(made, tmp_path):
     checkpoint, _ = adapters(tmp_path / "adapters", made)
     shard = next((made("llama_3")[2] / "release").glob("*.distcp"))

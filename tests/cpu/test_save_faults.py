@@ -71,7 +71,7 @@ def tried(at: Path, where: str, *more: str) -> str:
     return f"{'done' if rank.code == 0 else 'failed'}, a whole step {'' if reached else 'or none '}saved"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("where", drawn(8, 1))
 def test_whatever_befalls_a_save_the_newest_step_is_whole(tmp_path, where):
     tried(tmp_path / "run", where)

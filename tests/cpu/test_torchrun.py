@@ -38,6 +38,7 @@ def test_what_is_no_refusal_is_told_by_rank(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_of_several_hosts_a_signal_is_the_ranks(tmp_path):
     """They save and end well, in their own time; torchrun alone gives them 30 seconds and says that it was signalled."""
     ranks = (

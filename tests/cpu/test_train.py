@@ -157,6 +157,7 @@ train.process([], 0.0)
 """
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("end", "code", "said"),
     [

@@ -97,6 +97,7 @@ def test_data_that_would_be_looked_through_for_ever_fails(context, tmp_path):
     assert not [f for f in preflight.intent(context())[0] if f.name == "data"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "script",
     [
@@ -174,6 +175,7 @@ def test_the_sanity_pass_gets_this_shells_nccl_variables(context, tmp_path, monk
     assert seen["NCCL_NVLS_ENABLE"] == "0" and seen["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("gpus", "said", "runs"), [(4, None, True), (1, None, False), (4, False, False), (1, True, True)]
 )
@@ -201,6 +203,7 @@ def test_hosts_of_one_job_are_compared_by_what_they_run(context, tmp_path):
     assert finding.render([], "line", "n1", same) == f"PASS @ n1 software={same}\n"
 
 
+@pytest.mark.slow
 def test_hosts_of_other_code_or_other_packages_of_the_plan_differ(context, tmp_path, monkeypatch, capsys):
     """No version of the stack tells either."""
     healthy(tmp_path)
@@ -238,6 +241,7 @@ def test_the_command_on_this_machine():
     assert said["pass"] is False and {"gpus", "topology", "extensions"} <= failed <= set(finding.NAMES)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_at_once_and_leaves_no_process(tmp_path):
     hangs = f'[ "$1" = topo ] || exec cat {tmp_path}/bin/report; echo $$ > {tmp_path}/pid; sleep 1200'
     nvidia_smi(tmp_path / "bin", smi(1), "")

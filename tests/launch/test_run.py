@@ -191,6 +191,7 @@ def test_a_killed_launcher_is_lost_and_its_trainer_dies(root):
     assert receipt.seal_lost(root, outcome.of_run) == []
 
 
+@pytest.mark.slow
 def test_a_launcher_killed_in_its_checks_has_a_receipt(root):
     launcher = Launcher.start(root, "steps=5", STAND_IN_CHECKS="60")
     appears(Path(root).with_name("checking"))
@@ -202,7 +203,7 @@ def test_a_launcher_killed_in_its_checks_has_a_receipt(root):
     assert sorted(ends) == ["completed", "lost"] and "lost its launcher" in second.err
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "fault",
     [
@@ -275,6 +276,7 @@ def test_two_nodes_have_one_receipt(root, tmp_path):
     assert [(r["rank"], r["node"]) for r in found["outcome"]["ranks"]] == [(0, 0), (1, 1)]
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_listen_are_killed_at_the_third_signal(root):
     mark = f"touch={root.parent}/running"
     launcher = Launcher.start(root, f"steps=500 sleep=0.1 deaf=1 {mark}")
@@ -716,6 +718,7 @@ def test_an_hour_that_a_country_takes_or_gives_is_none_of_a_run(tmp_path, monkey
         time.tzset()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("trainer", "end"), [("steps=2", "completed"), ("steps=2 spoil={}", "failed")])
 def test_data_that_changes_under_a_run_is_not_what_its_receipt_tells_of(root, trainer, end):
     """Swapped between the checks and the trainer, or written over in place while it is read."""
@@ -771,7 +774,7 @@ def in_a_shell(root: Path, trainer: str, before=lambda: None, **env: str) -> sub
     )
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
 def test_a_signal_that_the_caller_ignores_ends_nothing(root, number):
     """`nohup python -m launch run`, and a job in the background of a shell that gets a Ctrl-C."""
@@ -789,6 +792,7 @@ def test_a_signal_that_the_caller_ignores_ends_nothing(root, number):
     assert (launcher.returncode, found["end"], found["signals"]) == (0, "completed", []), said
 
 
+@pytest.mark.slow
 def test_names_that_a_terminal_cannot_write_end_nothing(root):
     done = in_a_shell(root, "steps=5 say=Größe", PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
@@ -841,6 +845,7 @@ def test_a_log_that_cannot_be_written_stops_the_run_and_is_said(root):
     assert found["end"] == "failed" and "File too large" in found["reason"] and found["figures"]["last_step"] > 1000
 
 
+@pytest.mark.slow
 def test_no_room_for_a_receipt_starts_nothing(root):
     done = limited(1 << 20, f"steps=5 touch={root.parent}/running", root)
     assert done.returncode == 2 and "File too large" in done.stderr and "Traceback" not in done.stderr

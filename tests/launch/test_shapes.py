@@ -23,7 +23,7 @@ def test_what_is_drawn_shows_its_secret():
     assert len({shape.kinds for shape in drawn}) > 350  # carriers times alphabets
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_no_secret_with_a_name_is_in_a_log(seed):
     """And of those that nothing names, a long word of letters and digits, one in fifty."""

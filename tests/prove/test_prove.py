@@ -487,6 +487,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("words", "code", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_refusals(words, code, message):
     ran = warm(*words, module="nam_megatron.prove.__main__")
@@ -933,6 +934,7 @@ def test_managers_of_a_rank_end_with_it(tmp_path, monkeypatch, device, other, th
     assert gone(shared) and list(tmp_path.iterdir()) == [shared]
 
 
+@pytest.mark.slow
 def test_managers_of_a_rank_end_with_a_command_that_is_killed(tmp_path):
     code = f"""if True:
         import pathlib, sys

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 EXPORTS = Path(os.environ["NAM_EXPORTS"])
 NAMES = sorted(path.name for path in EXPORTS.iterdir() if (path / "config.json").is_file())
-MARKS = {name: pytest.mark.slow for name in NAMES if name not in ("author", "native")}
+MARKS = {name: pytest.mark.slow for name in NAMES if name != "author"}
 
 
 def opened(name: str, dtype=torch.float32, **more):

@@ -615,6 +615,7 @@ def test_the_first_job_of_nemotrons_own_runner(ranks, monkeypatch, tmp_path):
     assert started[0].logger.log_interval == 7
 
 
+@pytest.mark.slow
 def test_nemo_runs_own_dry_run(monkeypatch, tmp_path, capfd):
     """Of the example, and of its command, which finds ours. Here, since importing NeMo-Run costs ten seconds a process."""
     monkeypatch.setenv("NEMORUN_HOME", str(tmp_path))
