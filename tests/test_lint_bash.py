@@ -33,6 +33,12 @@ SCRIPTS = [
     'for i in {1..9..2}; do X=$i; done; RUN $X',
     'f() { RUN 4 "$@"; }; f --num-layers 8',
     'f() { RUN $1; }; f 4; ',
+    'X=4; (false) && X=5; RUN $X',
+    'X=4; { true; [ 1 = 2 ]; } && X=5; RUN $X',
+    'X=4; true | false || X=5; RUN $X',
+    'X=4; f() { X=5; }; unset -f f; f; RUN $X',
+    'f() { eval "$1=$2"; }; f X 4; RUN $X',
+    'X=4; while getopts "a:" o; do X=5; done; RUN $X',
     'set -- --num-layers 8; RUN 4 "$@"',
     'X=4; (X=5); RUN $X',
     'X=4; { X=5; }; RUN $X',
@@ -221,6 +227,9 @@ OPEN = [
     'read X <<< 4; RUN $X',
     'X=$(cat <<EOF\n4\nEOF\n); RUN $X',
     'f() { return 1; }; if f; then X=5; else X=4; fi; RUN $X',
+    'X=4; f() { return 1; }; f && X=5; RUN $X',
+    'X=4; f() { [ 1 = 2 ]; }; f && X=5; RUN $X',
+    'A=(1 4 2); unset "A[1]"; RUN ${A[@]}',
     # What is changed within an expression.
     'X=7; (( X <<= 2 )); RUN $X',
     'X=7; (( X >>= 2 )); RUN $X',
@@ -483,6 +492,13 @@ FORKED = f"ARGS=({WHOLE})\n{{}}\ntorchrun pretrain_gpt.py ${{{{ARGS[@]}}}}"
         ('[ "$X" = 1 ] && ARGS+=(--hidden-dropout 0.0)', "0 if $X = 1, else 0.1 (default)"),
         ('[ "$X" = 1 ] || ARGS+=(--hidden-dropout 0.0)', "0 if not ($X = 1), else 0.1 (default)"),
         ("if $X; then ARGS+=(--hidden-dropout 0.0); fi", "0 if $X, else 0.1 (default)"),
+        ('( [ "$X" = 1 ] ) && ARGS+=(--hidden-dropout 0.0)', "0 if $X = 1, else 0.1 (default)"),
+        ("nvidia-smi | grep -q H && ARGS+=(--hidden-dropout 0.0)", "0 if nvidia-smi | grep -q H, else 0.1 (default)"),
+        ('is() { [ "$X" = 1 ]; }; is && ARGS+=(--hidden-dropout 0.0)', "0 if is, else 0.1 (default)"),
+        (
+            'add() { [ "$1" = 1 ] && ARGS+=("$2" 0.0); }; add "$X" --hidden-dropout; add "$V" --seed',
+            "0 if $X = 1, else 0.1 (default)",
+        ),
         ("D=0.3; if $X; then D=0.2; fi; ARGS+=(--hidden-dropout $D)", "0.2 if $X, else 0.3"),
         (
             "case $X in a) ARGS+=(--hidden-dropout 0.2);; b|c) ARGS+=(--hidden-dropout 0.3);; esac",
@@ -615,6 +631,30 @@ def test_conditions_that_only_look_alike_are_decided_apart(one, then, other):
 def test_a_function_that_asks_what_it_is_given_asks_something_else_of_each_call():
     text = 'L=4; f() { [ "$1" = 1 ] && L=9; }; f "$A"; f "$B"; ARGS+=(--num-layers $L)'
     assert describe.told(lint(FORKED.format(text)))["model"] == "?"
+
+
+def test_a_condition_in_a_round_of_which_nobody_knows_is_no_choice_of_the_scripts():
+    """A model with both flags was none of those that were told."""
+    arms = "a) ARGS+=(--hidden-dropout 0);; b) ARGS+=(--qk-layernorm);;"
+    found = lint(FORKED.format(f"while read x; do case $x in {arms} esac; done < file"))
+    assert not found.forks and describe.told(found)["dropout"] == "?"
+    asked = "for i in 1 2; do X=$(next); if [ $X = 1 ]; then ARGS+=(--rotary-base $i); fi; done"
+    assert len(lint(FORKED.format(asked)).forks) == 2
+
+
+def test_what_an_eval_or_the_arguments_may_set_is_said():
+    assert any("may set what is used here: eval $X=4" in n for n in lint(FORKED.format('eval "$X=4"')).launch.notes)
+    options = 'while getopts "a" o; do ARGS+=(--qk-layernorm); done'
+    assert "called without arguments, which may say otherwise: $@" in lint(FORKED.format(options)).launch.notes[0]
+
+
+def test_functions_that_call_one_another_in_every_branch_are_no_launch():
+    """Each more was four times as long."""
+    calls = (
+        f"f{i}() {{ if [ $V{i} = 1 ]; then f{i - 1}; else f{i - 1}; fi; f{i - 1}; f{i - 1}; }}" for i in range(1, 9)
+    )
+    with pytest.raises(Refused, match="too long for a launch script"):
+        lint(FORKED.format("\n".join(["f0() { X=1; }", *calls, "f8"])))
 
 
 def test_a_condition_that_is_asked_twice_is_one():

@@ -167,7 +167,7 @@ class Reading:
     @cached_property
     def left(self) -> dict[str, tuple[str, ...]]:
         """Arguments whose flags stand in branches of forks that are not read for."""
-        words = self.launch.perhaps if self.cut else ()
+        words = (word for word, apart in self.launch.perhaps.items() if apart or self.cut)
         flags = [flag for word in words if (flag := self.launch.target.by_name(word.partition("=")[0]))]
         return {f.dest: ("one of many conditions",) for f in flags if f.dest not in self.hanging}
 

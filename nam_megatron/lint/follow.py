@@ -46,13 +46,17 @@ TRIMMED = re.compile(r"(%%?|##?)([^$\"'`\\^]+)")
 JOINED = re.compile(r"""\s*IFS=['"]?([^'";])[^;]*;\s*echo\s+"\$\{(\w+)\[\*\]\}"\s*""")  # $(IFS=,; echo "${A[*]}")
 COUNT = re.compile(r"\s*(\w+)\s*=([^;]+);\s*\1\s*(<=?)([^;]+);\s*(?:\1\+\+|\+\+\1|\1\s*\+=\s*1)\s*")
 COMPARED = re.compile(r"([^<>=!&|]+)(<=?|>=?|==|!=)([^<>=!&|]+)")
-BUDGET = 200_000  # steps; a script that takes more is no launch
+BUDGET, BRANCH = (
+    200_000,
+    20,
+)  # steps, of which a script that takes more is no launch; and of a branch that may be taken, for its copies
 SHELLS = {"bash", "sh", "zsh", "dash"}
 TAKES_SCRIPT = SHELLS | {"sbatch", "cat", "tee", "srun", "ssh", "qsub", "bsub"}
 DECLARE = {"export", "declare", "local", "readonly", "typeset"}
 LABEL = 60  # characters of a condition that are shown
 # A condition on variables alone, each of them a `V`.
 PLAIN = re.compile(r"(! )?(-[nz] )?V( (=|==|!=|-eq|-ne|-gt|-ge|-lt|-le) \S+( or \S+)*)?")
+TESTS = ("[", "[[", "test")
 NESTED = 8  # scripts in scripts, and calls in calls
 ROUNDS = 256  # of one loop
 LARGEST = 1_000_000  # bytes of a file that a script sources
@@ -109,7 +113,7 @@ class Run:
     `echo` shows. unset: names taken as absent from the environment, or from what the script is called with (`1`, `@`), because it copes
     without: the default it has, None where it only asks. notes: what could not
     be told. decided: of conditions that cannot be told how they are taken; forks: of the others that change a variable. appended: flags
-    that their branches add to one.
+    that their branches add to one, and whether that is in a round of which nobody knows. printing: commands whose output is open.
     """
 
     commands: list[tuple[tuple[str, ...], Mapping[str, str | None]]] = field(default_factory=list)
@@ -125,7 +129,8 @@ class Run:
     spent: int = 0
     decided: Mapping[str, bool] = field(default_factory=dict)
     forks: list[Fork] = field(default_factory=list)
-    appended: dict[str, None] = field(default_factory=dict)
+    appended: dict[str, bool] = field(default_factory=dict)
+    printing: set[str] = field(default_factory=set)
 
     def spend(self, steps: int = 1) -> None:
         self.spent += steps
@@ -149,11 +154,12 @@ def run(text: str, folder: Path | None = None, decided: Mapping[str, bool] | Non
 
 class Given(NamedTuple):
     """What a script or a function is called with: `$1`, `$2`, ... as far as they are known. more: others may follow. gone: how many
-    of those that are not known were shifted away."""
+    of those that are not known were shifted away. sure: how many of the first ones are one word each, whatever is in them."""
 
     words: list[str]
     more: bool
     gone: int = 0
+    sure: int = 0
 
 
 UNKNOWN = Given([hole("arguments")], True)
@@ -219,22 +225,20 @@ class Follower:
                 self.command(node)
             case Loop():
                 self.loop(node)
-            case Chain():
+            case Chain() | Subshell():
                 self.status(node)
             case Branch():
                 self.branch(node)
-            case Subshell():
-                for inner in node.nodes:
-                    self.apart(inner)
             case Function():
                 self.functions[node.name] = node
 
-    def apart(self, node: object) -> None:
-        """In a shell of its own: what it sets is gone afterwards."""
+    def apart(self, node: object) -> bool | None:
+        """How it ends in a shell of its own: what it sets is gone afterwards."""
         kept = self.run.variables, self.run.env, self.functions, self.given
         self.run.variables, self.run.env, self.functions = dict(kept[0]), dict(kept[1]), dict(kept[2])
-        self.node(node)
+        verdict = self.status(node)
         self.run.variables, self.run.env, self.functions, self.given = kept
+        return verdict
 
     def call(self, function: Function, given: Given, prefix: Mapping[str, str | None]) -> None:
         if len(self.locals) >= NESTED:
@@ -262,14 +266,14 @@ class Follower:
         if (node.words is not None or counted) and node.variable:
             words = counted or [f for w in node.words or () for f in self.fields(w)]
             if steady and len(words) <= ROUNDS and not any(map(holes, words)):
-                for word in words:
+                for number, word in enumerate(words):
                     self.put(node.variable, word)
-                    self.nodes(node.body)
+                    self.round(node, number)
                 return
         if node.condition:
             rounds = 0
             while (verdict := self.goes_on(node)) and steady and rounds < ROUNDS and not _forever(node.condition):
-                self.nodes(node.body)
+                self.round(node, rounds)
                 rounds += 1
             if verdict is False:
                 return
@@ -278,7 +282,7 @@ class Follower:
         if "shift" in first and self.given.words:
             self.given = UNKNOWN
         before = dict(self.run.variables)
-        self.nodes(node.body)
+        self.round(node, None)
         if not (node.condition and _forever(node.condition)):  # which ends in its first round, as far as one can see
             for name, after in list(self.run.variables.items()):
                 old, open_ = before.get(name), hole(f"{name} of a loop")
@@ -292,6 +296,12 @@ class Follower:
                     self.put(name, f"{after} {open_}")
                 elif after != old and name != node.variable:
                     self.put(name, hole(name))
+
+    def round(self, node: Loop, number: int | None) -> None:
+        """One round of a loop; of None nobody knows which, so that a condition in it is no choice of the whole script's."""
+        place, self.place = self.place, (*self.place, number)
+        self.nodes(node.body)
+        self.place = place
 
     def counted(self, text: str) -> list[str] | None:
         """The rounds of `i=0; i<N; i++`; None of another count, and of none."""
@@ -358,7 +368,9 @@ class Follower:
         """The name of a condition: what it says, and where it is asked unless it is of what the script does not set."""
         called = bool(self.locals or self.given.words or self.depth)
         own = (
-            name in self.run.variables or not (name.isidentifier() or name.isdigit() > called) for name in holes(label)
+            name in self.run.variables.keys() | self.run.printing
+            or not (name.isidentifier() or name.isdigit() > called)
+            for name in holes(label)
         )
         asked = re.split(r" (?:and|&&|\|\|) ", HOLE.sub("V", label))
         return label if all(map(PLAIN.fullmatch, asked)) and not any(own) else f"{label} {where} {self.place}"
@@ -420,16 +432,29 @@ class Follower:
             and (said[0] in TRUTHS or HOLE.fullmatch(said[0]))
         ):
             return TRUTHS.get(said[0])
+        if isinstance(node, Subshell):
+            return [self.apart(inner) for inner in node.nodes][-1]
+        if isinstance(node, Branch) and len(node.arms) == 1 and node.arms[0][0] is None and (body := node.arms[0][1]):
+            self.nodes(body[:-1])
+            return self.status(body[-1])
         if not _tests(node):
             self.node(node)
-            return None if isinstance(node, Command) and node.words and _asks(node.words[0]) else True
+            return None if isinstance(node, Command) and node.words and self.asks(node.words[0]) else True
         tokens = [w for w in node.words if w.kind == "word"]
         double = tokens[0].literal == "[[" or tokens[-1].literal == "]]"
-        tokens = tokens[tokens[0].literal in ("[", "[[", "test") : len(tokens) - (tokens[-1].literal in ("]", "]]"))]
+        tokens = tokens[tokens[0].literal in TESTS : len(tokens) - (tokens[-1].literal in ("]", "]]"))]
         words = [f for w in tokens for f in ([self.joined(w.parts)] if double else self.fields(w) or [""])]
         if len(words) > 2 and words[-2] in ("=", "==", "!="):
             words[-1] = self.pattern(tokens[-1]) if double else glob.escape(words[-1])
         return self.test(words)
+
+    def asks(self, token: Token) -> bool:
+        """Whether a command's end says what only the host knows, whether a number is 0, or what a function found."""
+        if function := self.functions.get(token.literal or ""):
+            *_, last = [None, *(node for node in _commands([function.body]) if node.words)]
+            returns = any(w == "return" for w in _first_words([function.body]))
+            return returns or (last is not None and (_tests(last) or self.asks(last.words[0])))
+        return token.literal in ASKS or any(part.kind == "let" for part in token.parts)
 
     def test(self, words: list[str]) -> bool | None:
         """Whether a test holds. The right side of an equation is a pattern."""
@@ -437,7 +462,10 @@ class Follower:
             return words[0] != "false"
         if not words:
             return False
-        if words[:1] == ["!"]:
+        if words[0] == "getopts":
+            self.run.unset |= {"@": None} if self.given.more else {}
+            return None if self.given.words else False
+        if words[0] == "!":
             inner = self.test(words[1:])
             return None if inner is None else not inner
         if (len(words) == 2 and words[0] in ("-z", "-n")) or len(words) == 1:
@@ -466,7 +494,7 @@ class Follower:
         changes = (
             (after.variables, after.env) != (before.variables, before.env) or after.forks for after, _, _ in ends
         )
-        if not starts and any(changes) and ways not in before.forks:
+        if not starts and None not in self.place and any(changes) and ways not in before.forks:
             before.forks.append(ways)
         for name in ends[0][0].variables if one_is else ():
             values = [after.variables.get(name) for after, _, _ in ends]
@@ -483,6 +511,7 @@ class Follower:
 
     def supposed(self, nodes: Iterable[object]) -> tuple[Run, dict[str, Function], Given]:
         """What some nodes would do, the functions and the arguments afterwards; nothing of it is kept."""
+        self.run.spend(BRANCH)
         actual, functions, given, called = self.run, self.functions, self.given, set(self.called)
         self.run = replace(
             actual,
@@ -508,7 +537,10 @@ class Follower:
         if value == after or value == hole(name):
             return
         more = _appended_to(value, after)
-        self.run.appended |= dict.fromkeys(f for f in more or () if f.startswith("--"))
+        flags = [f for f in more or () if f.startswith("--")]
+        self.run.appended |= dict.fromkeys(flags, None in self.place) | {
+            f: True for f in flags if self.run.appended.get(f)
+        }
         if more is None:
             self.put(name, hole(name))
         elif flags := [f for f in more if f.startswith("--") and f not in self.flags_of_everything()]:
@@ -557,23 +589,28 @@ class Follower:
             return
         if fields[:1] == ["unset"]:
             for name in fields[1:]:
-                self.run.variables.pop(name, None)
-                self.run.env[name] = None
+                if "[" in name:
+                    self.put(name.partition("[")[0], hole(name.partition("[")[0]))
+                elif "-f" in fields:
+                    self.functions.pop(name, None)
+                elif not name.startswith("-"):
+                    self.run.variables.pop(name, None)
+                    self.run.env[name] = None
             return
         more = self.given.more and any(p.kind == "var" and p.text in ("@", "*") for w in words for p in w.all_parts())
         if fields[:2] == ["set", "--"]:
-            self.given = Given(fields[2:], more)
+            self.given = Given(fields[2:], more, sure=self.sure(words[2:]))
             return
         if fields[:1] == ["shift"]:
-            by, (words_, more, gone) = _integer(fields[1]) or 0 if len(fields) > 1 else 1, self.given
-            self.given = Given(words_[by:], more, gone + max(by - len(words_), 0))
+            by, (words_, more, gone, sure) = _integer(fields[1]) or 0 if len(fields) > 1 else 1, self.given
+            self.given = Given(words_[by:], more, gone + max(by - len(words_), 0), max(sure - by, 0))
             return
         if fields[:1] == ["let"]:
             for text in fields[1:]:
                 self.let(text)
             return
         if fields and (function := self.functions.get(fields[0])):
-            self.call(function, Given(fields[1:], more), prefix)
+            self.call(function, Given(fields[1:], more, sure=self.sure(words[1:])), prefix)
             return
         if fields[:1] == ["env"]:
             while len(fields) > 1 and (match := re.match(r"([A-Za-z_]\w*)=(.*)", fields[1], re.DOTALL)):
@@ -586,6 +623,9 @@ class Follower:
                     self.nested(self.joined(inside(body.text, "\\$`\n")) if body.expands else body.text)
         if fields[:1] in (["source"], ["."]) and len(fields) > 1:
             return self.sourced(fields[1])
+        if fields[:1] == ["eval"] and re.match(rf"\w*{OPEN}[^{CLOSE}]*{CLOSE}\w*\+?=", " ".join(fields[1:])):
+            self.run.notes.append(f"not read, and it may set what is used here: {shown(' '.join(fields))}")
+            return None
         if fields[:1] == ["eval"]:
             return self.nested(" ".join(fields[1:]), shell=False)
         for i in range(1, len(fields) - 1):
@@ -677,6 +717,17 @@ class Follower:
         """The words that a word becomes."""
         return [field for word in _unbraced(token) for field in self.split(word)]
 
+    def sure(self, words: Iterable[Token]) -> int:
+        """How many of the first fields of some words are one word each: what is open in them is quoted, and no array."""
+        count = 0
+        for word in words:
+            fields = self.fields(word)
+            bare = any(p.kind not in ("raw", "quoted", "double") for p in word.parts)
+            if any(map(holes, fields)) and (bare or any(p.kind == "var" and "@" in p.text for p in word.all_parts())):
+                break
+            count += len(fields)
+        return count
+
     def split(self, token: Token) -> list[str]:
         done: list[str] = []
         current: str | None = None
@@ -716,6 +767,7 @@ class Follower:
                 return self.variable(part.text)
         if re.fullmatch(r"\s*#.*", part.text):  # `# a comment` between a command's words
             return []
+        self.run.printing.add(_brief(part.text))
         return self.sequence(part.text) or [hole(_brief(part.text))]
 
     def sequence(self, text: str) -> list[str]:
@@ -751,7 +803,7 @@ class Follower:
         value = self.run.variables.get(name)
         if name.isdigit() and name != "0":
             at = int(name) - 1
-            value = None if any(map(holes, given)) else given[at] if at < len(given) else None
+            value = given[at] if at < self.given.sure or (at < len(given) and not any(map(holes, given))) else None
             if value is None and not operation and not self.given.more and not any(map(holes, given)):
                 value = ""  # beyond the last, and not set
             name = str(int(name) + self.given.gone)
@@ -789,11 +841,6 @@ def _starts(commands: Iterable[tuple[tuple[str, ...], Any]]) -> bool:
     return any(sum(w.startswith("--") for w in words) > 2 for words, _ in commands)
 
 
-def _asks(token: Token) -> bool:
-    """Whether a command's end says what only the host knows, or whether a number is 0."""
-    return token.literal in ASKS or any(part.kind == "let" for part in token.parts)
-
-
 def _negated(node: object) -> TypeGuard[Command]:
     return (
         isinstance(node, Command)
@@ -813,7 +860,7 @@ def _tests(node: object) -> TypeGuard[Command]:
     """Whether a node is a test: `[ ]`, `[[ ]]`, `test`, or half of a `[[ a && b ]]`."""
     if not isinstance(node, Command) or not node.words:
         return False
-    return node.words[0].literal in ("[", "[[", "test", "true", "false", ":") or node.words[-1].literal == "]]"
+    return node.words[0].literal in (*TESTS, "true", "false", ":", "getopts") or node.words[-1].literal == "]]"
 
 
 def _changed(token: Token) -> list[str]:

@@ -71,7 +71,7 @@ class Launch:
     where it can be read. unsaid: what the text says of its model and the words do not. name: of the file. supposed: the
     number of GPUs is the script's own default for what its environment says. program: another one that
     reads the text, and decides what it leaves out. forks: conditions that the text does not decide. spent: steps
-    that a reading of a shell script took. perhaps: flags that branches of those append.
+    that a reading of a shell script took. perhaps: flags that branches append, and whether no fork is of those.
     """
 
     target: Target
@@ -90,7 +90,7 @@ class Launch:
     program: str | None = None
     forks: tuple[follow.Fork, ...] = ()
     spent: int = 0
-    perhaps: tuple[str, ...] = ()
+    perhaps: Mapping[str, bool] = field(default_factory=dict)
 
     def on(self, gpus: int) -> "Launch":
         """The same launch on so many GPUs."""
@@ -305,7 +305,7 @@ def _shell(text: str, target: Target, name: str, decided: Mapping[str, bool]) ->
         supposed=by_default,
         forks=tuple(run.forks),
         spent=run.spent,
-        perhaps=tuple(run.appended),
+        perhaps=run.appended,
     )
 
 
@@ -331,7 +331,7 @@ def _of_another(run: follow.Run, text: str, target: Target) -> Launch | None:
         program=said.program,
         forks=tuple(run.forks),
         spent=run.spent,
-        perhaps=tuple(run.appended),
+        perhaps=run.appended,
     )
 
 
