@@ -1000,12 +1000,31 @@ def test_a_group_of_hydras_stands_below_its_name_and_a_base_of_itself_ends(tmp_p
     (tmp_path / "b.yaml").write_text("extends: a.yaml\nlr: 1e-3\n")
     found = lint(text, str(tmp_path / "a.yaml"))
     assert (found.args.num_layers, found.args.hidden_size, found.args.lr) == (4, 64, 1e-3)
+    (tmp_path / "c.yaml").write_text(text := "extends: d\nnum_layers: 2\n")
+    (tmp_path / "d.yaml").write_text("extends: [c.yaml]\nhidden_size: 64\n? [1]\n: 2\n")
+    found = lint(text, str(tmp_path / "c.yaml"))
+    assert (found.args.num_layers, found.args.hidden_size) == (2, 64)
+
+
+def test_what_stands_behind_self_in_hydras_defaults_lies_over_the_file(tmp_path):
+    """The file's own value was told, which Hydra does not take."""
+    (tmp_path / "base.yaml").write_text("num_layers: 4\nhidden_size: 64\n")
+    for order, layers in (
+        ("- _self_\n- base", 4),
+        ("- base\n- _self_", 2),
+        ("- base", 2),
+        ("- _self_\n- base\n- none: x", 4),
+    ):
+        found = lint(f"defaults:\n{order}\nnum_layers: 2\n", str(tmp_path / "a.yaml"))
+        assert (found.args.num_layers, found.args.hidden_size) == (layers, 64)
+        assert ("none: x (over this one)" in " ".join(found.launch.notes)) is ("none" in order)
 
 
 def test_what_a_yaml_leaves_out_that_others_start_from_is_theirs_to_say(tmp_path):
     """Lengths that the heirs say were called missing."""
+    (tmp_path / "base.yaml").write_text(BASE)
     assert lint(BASE, str(tmp_path / "base.yaml")).findings
-    (tmp_path / "a.yaml").write_text("_base_: base.yaml\ntrain_iters: 10\n")
+    (tmp_path / "a.yaml").write_text("defaults:\n  - other\n  - base\ntrain_iters: 10\n")
     found = lint(BASE, str(tmp_path / "base.yaml"))
     assert not found.findings and any(
         "others start from it" in note and "a.yaml" in note for note in found.launch.notes

@@ -8,8 +8,9 @@ import os.path
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -635,7 +636,7 @@ def _entries(
         key, node = pair
         if (seen := seen + 1) > MOST or len(stack) > DEEPEST:
             raise yaml.YAMLError("more entries than a launch has")
-        if isinstance(key.value, str) and key.value in BASES:
+        if _of_bases(key):
             bases += _files(node)
         elif isinstance(node, yaml.MappingNode):
             if isinstance(key.value, str) and ENVIRONMENT.fullmatch(key.value):
@@ -666,14 +667,18 @@ def _referred(node: yaml.Node, groups: list[yaml.MappingNode]) -> yaml.Node:
     return node
 
 
-def _files(node: yaml.Node) -> Iterator[str]:
-    """The files that a YAML starts from, but for itself: names, a list of them, or Hydra's `group: option`."""
+def _of_bases(key: yaml.Node) -> bool:
+    return isinstance(key, yaml.ScalarNode) and key.value in BASES
+
+
+def _files(node: yaml.Node, own: bool = False) -> Iterator[str]:
+    """The files that a YAML starts from: names, a list of them, or Hydra's `group: option`. own: `_self_`, too, where it stands."""
     match node:
         case yaml.ScalarNode(value=str(name)):
-            yield from [name] if name not in ("_self_", "") and not _null(node) else []
+            yield from [name] if name and (own or name != "_self_") and not _null(node) else []
         case yaml.SequenceNode(value=list(nodes)):
             for inner in nodes[:MOST]:
-                yield from _files(inner)
+                yield from _files(inner, own)
         case yaml.MappingNode(value=list(pairs)):
             for key, inner in pairs[:MOST]:
                 yield f"{key.value}: {inner.value}" if isinstance(inner, yaml.ScalarNode) else str(key.value)
@@ -686,29 +691,32 @@ def _with_bases(
     if path is None or not isinstance(root, yaml.MappingNode) or len(above) > NESTED or path in above:
         return root, []
     read_: list[str] = []
-    under: yaml.MappingNode = yaml.MappingNode(root.tag, [])
-    own: list[tuple[yaml.Node, yaml.Node]] = []
+    own = yaml.MappingNode(root.tag, [])
+    layers, at = [yaml.MappingNode(root.tag, [])], None  # the later over the earlier; which of them are under `own`
     for key, node in root.value:
-        if key.value in BASES:
+        if _of_bases(key):
             away = []
-            for file in _files(node):
-                group, _, option = file.rpartition(": ")
-                group, _, package = group.removeprefix("override ").lstrip("/").partition("@")
-                if (base := _beside(path, f"{group}/{option}" if group else option)) is None:
-                    away.append(yaml.ScalarNode("tag:yaml.org,2002:str", file))
+            for file in _files(node, own=True):
+                if file == "_self_":
+                    at = len(layers)
+                    continue
+                base, group, package = _base(path, file)
+                if base is None:
+                    said = f"{file} (over this one)" if at else file
+                    away.append(yaml.ScalarNode("tag:yaml.org,2002:str", said))
                     continue
                 text = base.read_text(encoding="utf-8")
                 inner, more = _with_bases(compose(text), base, above | {path})
                 package = "_global_" if "@package _global_" in text else package or group.replace("/", ".")
                 for name in reversed(package.split(".") if package not in ("", "_global_") else []):
                     inner = yaml.MappingNode(root.tag, [(yaml.ScalarNode("tag:yaml.org,2002:str", name), inner)])
-                under = _over(under, inner) if isinstance(inner, yaml.MappingNode) else under
+                layers += [inner] if isinstance(inner, yaml.MappingNode) else []
                 read_ += [base.name, *more]
             node = yaml.SequenceNode("tag:yaml.org,2002:seq", away)
             if not away:
                 continue
-        own.append((key, node))
-    return (_over(under, yaml.MappingNode(root.tag, own)) if read_ else root), read_
+        own.value.append((key, node))
+    return reduce(_over, [*layers[:at], own, *layers[at or len(layers) :]]) if read_ else own, read_
 
 
 def _over(under: yaml.MappingNode, over: yaml.MappingNode) -> yaml.MappingNode:
@@ -720,6 +728,13 @@ def _over(under: yaml.MappingNode, over: yaml.MappingNode) -> yaml.MappingNode:
         both = isinstance(below, yaml.MappingNode) and isinstance(node, yaml.MappingNode) and below is not node
         pairs[name] = key, _over(below, node) if both else node
     return yaml.MappingNode(over.tag, [*pairs.values()])
+
+
+def _base(path: Path, file: str) -> tuple[Path | None, str, str]:
+    """What a YAML names as a base, where it lies beside it, its group and its package."""
+    group, _, option = file.rpartition(": ")
+    group, _, package = group.removeprefix("override ").lstrip("/").partition("@")
+    return _beside(path, f"{group}/{option}" if group else option), group, package
 
 
 def _beside(path: Path, name: str) -> Path | None:
@@ -737,13 +752,17 @@ def _beside(path: Path, name: str) -> Path | None:
 
 def _heirs(path: Path) -> list[str]:
     """The YAMLs beside one that name it as what they start from."""
-    files = sorted(file for file in path.parent.glob("*.y*ml") if file != path)[:MOST]
-    named = re.compile(rf"^({'|'.join(BASES)})\s*:[\s\[\"'-]*{re.escape(path.stem)}(\.ya?ml)?[\s\]\"']*$", re.MULTILINE)
-    return [
-        f.name
-        for f in files
-        if f.stat().st_size < LONGEST and named.search(f.read_text(encoding="utf-8", errors="replace"))
-    ]
+    found = []
+    for file in sorted(file for file in path.parent.glob("*.y*ml") if file != path)[:MOST]:
+        text = file.read_text(encoding="utf-8", errors="replace") if file.stat().st_size < LONGEST else ""
+        with suppress(yaml.YAMLError):
+            root = compose(text) if re.search(rf"\b{re.escape(path.stem)}\b", text) else None
+            pairs = root.value if isinstance(root, yaml.MappingNode) else []
+            named = (one for key, node in pairs if _of_bases(key) for one in _files(node))
+            found += [file.name] * any(
+                (base := _base(file, one)[0]) and base.resolve() == path.resolve() for one in named
+            )
+    return found
 
 
 def _null(node: yaml.Node) -> bool:
