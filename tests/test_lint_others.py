@@ -9,7 +9,7 @@ import yaml
 from nam_megatron.errors import Refused
 from nam_megatron.lint import lint, recipe, report
 from nam_megatron.lint.container import SPELLED
-from nam_megatron.lint.follow import shown
+from nam_megatron.lint.follow import hole, shown
 from nam_megatron.lint.others import of_tree
 from nam_megatron.targets import current
 
@@ -152,7 +152,7 @@ TEXTS = {"verl": VERL, "SkyRL": SKYRL, "NeMo-RL": NEMO_RL, "Primus": PRIMUS, "Me
                    "cross_entropy_loss_fusion": True},
         "Megatron-Bridge": {"seq_length": 4096, "max_position_embeddings": 4096, "tokenizer_model": "a/b", "num_experts": 32,
                             "context_parallel_size": 4, "layernorm_epsilon": 1e-6, "sequence_parallel": False,
-                            "main_grads_dtype": "bf16", "train_iters": 100},
+                            "main_grads_dtype": "bf16", "train_iters": 100, "micro_batch_size": 2},
     }.items(),
 )  # fmt: skip
 def test_fields_of_another_program_are_read_and_nothing_else_is_said(program, said):
@@ -170,7 +170,7 @@ def test_fields_of_another_program_are_read_and_nothing_else_is_said(program, sa
     [
         ("verl", {"pipeline_model_parallel_size"}),
         ("NeMo-RL", {"min_lr"}),
-        ("Megatron-Bridge", {"expert_model_parallel_size", "micro_batch_size"}),
+        ("Megatron-Bridge", {"expert_model_parallel_size"}),
     ],
 )
 def test_what_a_condition_or_a_variable_decides_is_open(program, open_):
@@ -568,6 +568,10 @@ def train(size, cp: int = 2):
         ("", "if size:\n        raise ValueError\n    cfg.model.num_layers = 4", 4),
         ("", "cfg.model.num_layers = TABLE[size]", None),
         ("", "cfg.model.num_layers = TABLE['b']", 16),
+        ("", "cfg.model.num_layers = 4 if size else 8", None),
+        ("", "cfg.model.num_layers = size or 8", None),
+        ("", "cfg.model.num_layers = 8 if cp == 2 else W", 8),  # of the defaults, which a note names
+        ("", "cfg.model.num_layers = cp and W", 4),
         ("", "m = cfg.model\n    m.num_layers = 4", 4),  # under another name
         ("", "cfg.model.num_layers = 8\n    m = cfg.model\n    n = m\n    n.num_layers = 4", 4),
         ("def of(m):\n    m.num_layers = 4", "of(cfg.model)", 4),
@@ -612,6 +616,9 @@ STRINGS = 'import os\nN = 4\ndef run(size, n=2):\n    args = "--hidden-size 64 -
         ('if size:\n        return\n    args += "--num-layers 4"', (), "if not (size)"),
         ('if "--num-layers 4" in size: pass', (), None),
         ('parser.add_argument("--num-layers", default=4)', (), None),
+        ('args += size or "--num-layers 4"', (), "if not (size)"),
+        ('args += os.environ.get("A", "--num-layers 4")', ("--num-layers", "4"), "by what changes them"),
+        ('args += f"--num-layers {8 if N == 4 else 2}"', ("--num-layers", "8"), None),
         ('args = args.replace("--num-layers 4", "--num-layers 8")', (), "by what changes them"),
         ('args += f"--num-layers {n}"', ("--num-layers", "$n"), None),  # a caller's
         ('args += f"--num-layers {N}"', ("--num-layers", "4"), None),
@@ -623,6 +630,12 @@ def test_a_flag_of_a_python_script_is_there_where_the_text_decides_it(body, word
     launch = lint(STRINGS.replace("{body}", body), "run.py").launch
     assert tuple(map(shown, launch.words)) == ("--hidden-size", "64", "--num-attention-heads", "4", *words)
     assert (noted is None) == (len(launch.notes) == 1) and any((noted or "strings are read") in n for n in launch.notes)
+
+
+def test_words_for_which_others_stand_by_default_are_open():
+    """Of those that the environment may have it was said that they lack the flag of the default."""
+    found = lint(STRINGS.replace("{body}", 'args += os.environ.get("A") or "--num-layers 4"'), "run.py")
+    assert found.forks[0][0][1].launch.words[-1] == hole("os.environ.get('A')")
 
 
 def test_what_a_script_takes_for_its_arguments_is_said():

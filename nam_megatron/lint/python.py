@@ -81,7 +81,7 @@ def _said(tree: ast.Module, target: Target, decided: Mapping[str, bool]) -> Said
         if others := sum(bool(one[0][0]) for one in recipes) - 1:
             notes.append(f"the file has {others} more that set fields; this one says most")
         parameters = [] if isinstance(function, ast.ClassDef) else _defaults(function)
-        defaults = {name: value for name, value in parameters if value is not None and not _open(value)}
+        defaults = {name: value for name, value in parameters if not _open(value)}
         if defaults:
             said = ", ".join(f"{name}={value}" for name, value in defaults.items())
             notes.append(f"read with the defaults of its parameters, of which a caller may give others: {said}")
@@ -299,8 +299,7 @@ class Walk:
     def truth(self, test: ast.expr) -> bool | None:
         """Whether a condition holds; None where neither the text nor who asks decides it."""
         said = _value(test, self.names)
-        known = isinstance(said, (bool, int, float, str, type(None))) and not _open(said)
-        return bool(said) if known else self.decided.get(self.named(test))
+        return bool(said) if _known(said) else self.decided.get(self.named(test))
 
     def named(self, test: ast.expr) -> str:
         """The name of a condition: what it says, and where it is asked if a name in it is given more than once."""
@@ -643,6 +642,11 @@ def _open(value: Any) -> bool:
     return isinstance(value, str) and OPEN in value
 
 
+def _known(value: Any) -> bool:
+    """Whether a value says of itself whether it is true."""
+    return isinstance(value, (bool, int, float, str, type(None))) and not _open(value)
+
+
 def _value(node: ast.expr, names: dict[str, Any]) -> Any:
     """A constant, a list of them, a name that has one, a sum or product of numbers, a dtype; a hole for anything else."""
     match node:
@@ -685,6 +689,11 @@ def _value(node: ast.expr, names: dict[str, Any]) -> Any:
             a, b = _value(left, names), _value(right, names)
             if not any(_open(v) or not isinstance(v, (bool, int, float, str)) for v in (a, b)):
                 return (a == b) is isinstance(op, ast.Eq)
+        case ast.IfExp(test=test, body=one, orelse=other) if _known(said := _value(test, names)):
+            return _value(one if said else other, names)
+        case ast.BoolOp(op=op, values=[first, *rest]) if _known(said := _value(first, names)):
+            goes_on = rest and bool(said) is isinstance(op, ast.And)
+            return _value(ast.BoolOp(op, rest), names) if goes_on else said
         case ast.Subscript(value=table, slice=key):
             held, at = _value(table, names), _value(key, names)
             if isinstance(held, dict) and isinstance(at, (str, int)) and at in held:
@@ -984,6 +993,11 @@ class Strings(Walk):
                     self.changed.append(f"`{_brief(node)}` (line {node.lineno})")
                 self.node(function, on, listed)
                 return
+            case ast.Call(func=function, args=[_, default]) if _called(function) in ("get", "getenv") and _says(
+                [default]
+            ):
+                self.changed.append(f"`{_brief(node)}` (line {node.lineno})")
+                self.node(default, on, listed)
             case ast.Call(args=args, keywords=words) if (self.spoken(node) or self.hands(node)) and self.follows(
                 _called(node.func)
             ):
@@ -992,8 +1006,13 @@ class Strings(Walk):
             case ast.IfExp(test=test, body=one, orelse=other):
                 self.fork(test, one, other, on, listed)
             case ast.BoolOp(op=op, values=[first, *rest]) if _says(rest) and (truth := self.truth(first)) is not None:
-                self.nodes(rest if truth is isinstance(op, ast.And) else [first], on, listed)
-            case ast.BoolOp(op=op, values=[first, *rest]):
+                if truth is isinstance(op, ast.And):
+                    self.nodes(rest, on, listed)
+                elif _says([first]) or not truth:
+                    self.node(first, on, listed)
+                else:  # any words
+                    self.sink(on).append(hole(_brief(first)))
+            case ast.BoolOp(op=op, values=[first, *rest]) if _says([node]):
                 self.forked(first, on)
                 self.node(first, on, listed)
                 self.nodes(
@@ -1059,6 +1078,7 @@ class Strings(Walk):
                 | ast.Call()
                 | ast.Subscript()
                 | ast.Constant()
+                | ast.BoolOp()
             ) if (
                 listed
                 and self.asks(on)
