@@ -2018,8 +2018,11 @@ def test_a_rate_below_a_constant_one_is_noted_and_no_finding():
 def test_a_script_that_measures_is_asked_for_nothing_that_only_a_kept_run_wants(name):
     newer = "--swiglu --normalization RMSNorm --position-embedding-type rope"
     text = f"torchrun pretrain_gpt.py {DESCRIBED} {newer} --save a --load a --finetune"
-    kept, measured = (Counter(f.id for f in lint(text, one).findings) for one in ("benchley/perform.sh", name))
+    both = [lint(text, one) for one in ("benchley/perform.sh", name)]
+    kept, measured = (Counter(f.id for f in found.findings) for found in both)
     assert set(kept - measured) == {"fp32", "default-beta2", "default-bias", "default-dropout", "restart-anew"}
+    noted = [any("a benchmark by its file's name" in n for n in describe.notes(f.args, f.model)) for f in both]
+    assert noted == [False, True]
 
 
 def test_what_a_flag_with_underscores_would_say_is_open():

@@ -5,13 +5,14 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from nam_megatron.blocks.mamba2.read import SIZES
 from nam_megatron.errors import counted
 from nam_megatron.lint.model import ATTENTION, SYMBOLS, TITLES, Model, known
 from nam_megatron.lint.rules.companions import idle
-from nam_megatron.lint.rules.parser import ALIASES, IDLE, OLD, incomplete, left_open, own
+from nam_megatron.lint.rules.parser import ALIASES, IDLE, MEASURES, OLD, incomplete, left_open, own
 from nam_megatron.lint.values import Args, NotKnown, Open
 
 if TYPE_CHECKING:
@@ -217,6 +218,8 @@ def notes(a: Args, m: Model) -> Iterator[str]:
         yield f"the layout asks for {asked} GPUs or a multiple; the environment says how many, {a.launch.gpus} where it says nothing"
     if defaults_unknown(a, m) and not a.elsewhere:
         yield "`?` is not said here: what this text leaves out, or its program, decides it"
+    if MEASURES.search(PurePath(a.launch.name).name) and not m.described:
+        yield "a benchmark by its file's name: of defaults, and of what a run that is kept wants, nothing is said"
     if a.empty:
         yield f"arrays that nothing in the text fills, taken as empty: {', '.join(f'${n}' for n in a.empty)}"
     left: dict[str, list[str]] = {}
