@@ -637,7 +637,7 @@ def test_a_condition_in_a_round_of_which_nobody_knows_is_no_choice_of_the_script
     """A model with both flags was none of those that were told."""
     arms = "a) ARGS+=(--hidden-dropout 0);; b) ARGS+=(--qk-layernorm);;"
     found = lint(FORKED.format(f"while read x; do case $x in {arms} esac; done < file"))
-    assert not found.forks and describe.told(found)["dropout"] == "?"
+    assert not found.forks and describe.told(found)["dropout"] == "hidden ?, attention 0.1 (default)"
     asked = "for i in 1 2; do X=$(next); if [ $X = 1 ]; then ARGS+=(--rotary-base $i); fi; done"
     assert len(lint(FORKED.format(asked)).forks) == 2
 
@@ -699,7 +699,8 @@ def test_a_way_says_nothing_of_what_another_condition_decides():
     """With both there are four experts of a token, and two were told."""
     found = lint(FORKED.format("[ $A = 1 ] && ARGS+=(--num-experts 8)\n[ $B = 1 ] && ARGS+=(--moe-router-topk 4)"))
     rows = describe.told(found)
-    assert rows["experts"] == "? (? if $A = 1, else none)" and rows["parameters"] == "?"
+    assert re.match(r"\? \(8 of 5440 \(default: the MLP's\), top \?; .* if \$A = 1, else none\)$", rows["experts"])
+    assert rows["parameters"] == "?"
     assert "? (MoE if $A = 1, else MLP)" in rows["layers"] and rows["attention"].startswith("MHA")
 
 
@@ -728,7 +729,7 @@ def test_of_more_conditions_than_are_read_for_the_flags_are_open(monkeypatch):
     flags = ("--qk-layernorm", "--tensor-model-parallel-size 2", "--num-layers 2", "--hidden-dropout 0")
     found = lint(FORKED.format("\n".join(f"[ $X{i} = 1 ] && ARGS+=({flag})" for i, flag in enumerate(flags))))
     rows = describe.told(found)
-    assert len(found.forks) == 2 and rows["model"] == rows["dropout"] == "?"
+    assert len(found.forks) == 2 and rows["model"] == "?" and rows["dropout"] == "hidden ?, attention 0.1 (default)"
     assert "--num-layers (one of many conditions)" in found.open
 
 

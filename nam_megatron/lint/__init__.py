@@ -29,8 +29,8 @@ LONG = 2_000  # characters, each of which costs as many again: a long text of Py
 class Report:
     """A launch, what it trains, and the traps it steps in. open: flags of which Megatron or the text does not tell what they make.
 
-    forks: of each condition that the text does not decide, and something hangs on, the reports of its ways. apart: of several the
-    same with open what the others decide. alone: as if none went any way.
+    forks: of each condition that the text does not decide, and something hangs on, the reports of its ways, with open what the other
+    conditions decide.
     """
 
     name: str
@@ -40,8 +40,6 @@ class Report:
     findings: tuple[Finding, ...]
     open: tuple[str, ...]
     forks: tuple[tuple[tuple[str, "Report"], ...], ...] = ()
-    apart: tuple[tuple[tuple[str, "Report"], ...], ...] = ()
-    alone: tuple[Args, Model] | None = None
 
     @property
     def exit_code(self) -> int:
@@ -93,22 +91,19 @@ class Readings:
 
     def report(self, read_: "Reading", others: Mapping[str, tuple[str, ...]] | None = None) -> Report:
         """others: arguments that hang on what is asked beside this."""
-        launch, beside = read_.launch, {**read_.left, **(others or {})}
-        hanging = [_hanging([ways]) for ways in read_.forks]
-        forks = [tuple((label, self.report(way, beside)) for label, way in ways) for ways in read_.forks]
-        apart = []
-        for at, ways in enumerate(read_.forks if len(forks) > 1 else ()):
-            more = dict(pair for one in (*hanging[:at], *hanging[at + 1 :]) for pair in one.items())
-            apart.append(tuple((label, self.report(way, beside | more)) for label, way in ways))
-        alone = Args(launch, beside)
-        args = Args(launch, beside | read_.hanging) if forks else alone
+        launch, beside, hanging = read_.launch, {**read_.left, **(others or {})}, [_hanging([w]) for w in read_.forks]
+        forks = []
+        for at, ways in enumerate(read_.forks):
+            more = {name: on for one in (*hanging[:at], *hanging[at + 1 :]) for name, on in one.items()}
+            forks.append(tuple((label, self.report(way, beside | more)) for label, way in ways))
+        args = Args(launch, beside | read_.hanging)
         model = Model(args)
         findings = [
             f
             for f in check(args, model, self.ignored)
             if all(_about(f) in map(_about, way.findings) for ways in forks for _, way in ways)
         ]
-        for (_, first), *rest in apart or forks:
+        for (_, first), *rest in forks:
             for f in first.findings:
                 alike = [[g for g in way.findings if _about(g) == _about(f)] for _, way in rest]
                 if all(alike) and _about(f) not in map(_about, findings):
@@ -118,8 +113,7 @@ class Readings:
         values = left_open(args) if "unknown-variable" not in self.ignored else ()
         unset = [flag for why, flag, _ in values if why in ("unset", "branch", "condition")]
         open_ = tuple(dict.fromkeys(unknown + unset))
-        told = (alone, Model(alone)) if forks else None
-        return Report(self.name, launch, args, model, tuple(findings), open_, tuple(forks), tuple(apart), told)
+        return Report(self.name, launch, args, model, tuple(findings), open_, tuple(forks))
 
     def reading(
         self, launch: Launch, decided: frozenset[tuple[str, bool]] = frozenset(), passed: frozenset[str] = frozenset()

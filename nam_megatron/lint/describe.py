@@ -4,6 +4,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import PurePath
 from typing import TYPE_CHECKING
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 FEW = 4  # values that a piece of a row may have
 CUTS = re.compile(r"(, |\n)")  # between its pieces
-FLAG = re.compile(r"--[\w-]+|\w+(?==)|(?<=no )\w+")  # of which a piece is, or that it lacks
 
 # Said by few launches, and part of what is trained: shown as written.
 ALSO = (
@@ -63,8 +63,9 @@ OF_FORKS = re.compile(r"(.*/)?pretrain_(gpt2?|hybrid|mamba|bert|t5)\.py")
 DEFAULT = re.compile(r"(tied to the output|learned table of \S+|\S+) \(default[^)]*\)")
 
 
-def rows(a: Args, m: Model) -> Iterator[tuple[str, str]]:
-    """(label, text); a text of `?` where it hangs on a value that is not known."""
+def rows(a: Args, m: Model, written: Callable[[str], str] | None = None) -> Iterator[tuple[str, str]]:
+    """(label, text); a text of `?` where it hangs on a value that is not known. written: an argument, otherwise than the launch says it."""
+    written = written or a.written
 
     def unsaid(label: str) -> bool:
         return label in ROWS and not a.any_said(*ROWS[label].split())
@@ -79,7 +80,7 @@ def rows(a: Args, m: Model) -> Iterator[tuple[str, str]]:
             yield label, found.replace("(default", "(Megatron's default") if a.foreign else found
 
     if a.elsewhere:
-        yield "said", ", ".join(a.written(name) for name in a.given) or "nothing that Megatron has a flag for"
+        yield "said", ", ".join(map(written, a.given)) or "nothing that Megatron has a flag for"
     yield from row("model", lambda: f"{_model(a, m)}{_otherwise(a)}")
     yield from row("layers", lambda: _layers(m))
     yield from row("MTP", lambda: _mtp(a, m))
@@ -101,7 +102,10 @@ def rows(a: Args, m: Model) -> Iterator[tuple[str, str]]:
         yield from row("optimizer", lambda: _optimizer(a, m))
         yield from row("schedule", lambda: _schedule(a))
     yield from row("start", lambda: _start(a))
-    yield from row("also", lambda: ", ".join(_cut(a.written(n)) for n in ALSO if a.said(n)) or None)
+    yield from row(
+        "also",
+        lambda: ", ".join(written(n) if n in a.hanging else _cut(a.written(n)) for n in ALSO if a.said(n)) or None,
+    )
     if not m.described:
         yield from row("layout", lambda: _layout(a, m))
         yield from row("batch", lambda: _batch(a, m))
@@ -109,53 +113,47 @@ def rows(a: Args, m: Model) -> Iterator[tuple[str, str]]:
 
 def told(report: "Report") -> dict[str, str]:
     """The rows of a report; `?` with what it may be, where that hangs on a condition that the text does not decide."""
-    return {label: "".join(pieces) for label, pieces in _pieces(report).items()}
+    return {label: "".join(pieces) for label, pieces in _told(report).items()}
 
 
-def _pieces(report: "Report") -> dict[str, list[str]]:
-    plain = {label: CUTS.split(text) for label, text in rows(*(report.alone or (report.args, report.model)))}
-    forks, apart = (
-        [[(condition, _pieces(way)) for condition, way in ways] for ways in told]
-        for told in (report.forks, report.apart)
-    )
-    labels = list(plain)
-    for _, way in (way for ways in forks for way in ways):
-        for before, label in pairwise(["", *way]):
-            if label not in labels and way[label] != ["?"]:
-                labels.insert(labels.index(before) + 1 if before in labels else 0, label)
+def _told(report: "Report") -> dict[str, list[str]]:
+    forks = [[(on, _told(way)) for on, way in ways] for ways in report.forks]
     found = {}
-    for label in labels:
-        pieces, hangs = plain.get(label, ["none"]), False
-        deciding = [ways for ways in forks if any(way.get(label) != ways[0][1].get(label) for _, way in ways)]
-        for at, ways in enumerate(forks):
-            if apart and [ways] == deciding and label not in ("said", "also"):  # by what it says whatever the others do
-                ways = apart[at]
-            may = [(condition, way.get(label, ["none"])) for condition, way in ways]
-            if label in ("said", "also"):
-                pieces, *cuts = _aligned([pieces, *(cut for _, cut in may)])
-                may = [(condition, cut) for (condition, _), cut in zip(may, cuts, strict=True)]
-            if (hangs or pieces != ["?"]) and len({tuple(cut) for _, cut in may}) == 1:
-                pieces, hangs = (may[0][1], True) if ways in apart else (pieces, hangs)
-                continue
-            pieces = may[0][1] if pieces == ["?"] and not hangs else pieces
-            if {len(cut) for _, cut in may} != {len(pieces)}:
-                pieces, may = ["?" if hangs else ""], [(condition, ["".join(cut)]) for condition, cut in may]
-            several = [[(condition, cut[i]) for condition, cut in may] for i in range(len(pieces))]
-            differs = [len({text for _, text in one}) > 1 for one in several]
-            pieces = [
-                now if not differ else "?" if "?" in now else _either(one)
-                for now, differ, one in zip(pieces, differs, several, strict=True)
-            ]
-            hangs |= any(differs)
-        found[label] = pieces
+    for label, text in rows(report.args, report.model, partial(_written, report)):
+        if label in ("said", "also"):
+            found[label] = [text]
+        else:
+            may = [[(on, way.get(label, ["none"])) for on, way in ways] for ways in forks]
+            found[label] = _merged(CUTS.split(text), may)
+    return {label: pieces for label, pieces in found.items() if pieces != ["none"] or label == "layers"}
+
+
+def _written(report: "Report", name: str, flag: str = "") -> str:
+    """An argument as the launch gives it, or whether and how by each way of the condition that decides it."""
+    a = report.args
+    flag = flag or re.split("[ =]", a.written(name))[0]
+    may = [[(on, _written(way, name, flag)) for on, way in ways] for ways in report.forks]
+    deciding = [one for one in may if len({text for _, text in one}) > 1]
+    return _either(deciding[0]) if deciding else a.written(name) if a.said(name) else f"no {flag}"
+
+
+def _merged(pieces: list[str], forks: list[list[tuple[str, list[str]]]]) -> list[str]:
+    """A row with what each piece may be. pieces: of the row with open what conditions decide; forks: what it is by the ways of each."""
+    deciding = [may for may in forks if any(cut != pieces for _, cut in may)]
+    if len(deciding) == 1 and pieces == ["?"]:
+        pieces = deciding[0][0][1]
+    if any(len(cut) != len(pieces) for may in deciding for _, cut in may):
+        return [_either([(on, "".join(cut)) for on, cut in deciding[0]]) if len(deciding) == 1 else "?"]
+    found, decided = list(pieces), set[int]()
+    for may in deciding:
+        for i in range(len(pieces)):
+            one = [(on, cut[i]) for on, cut in may]
+            if len({text for _, text in one}) > 1:
+                found[i] = "?" if i in decided else _either(one)
+                decided.add(i)
+            elif i not in decided:
+                found[i] = one[0][1]
     return found
-
-
-def _aligned(lists: list[list[str]]) -> list[list[str]]:
-    """Lists of flags with a place for each flag that one of them has."""
-    held = [{found[0]: piece for piece in pieces if (found := FLAG.search(piece))} for pieces in lists]
-    flags = dict.fromkeys(flag for one in held for flag in one)
-    return [[p for flag in flags for p in (", ", one.get(flag, f"no {flag}"))][1:] for one in held]
 
 
 def _either(may: list[tuple[str, str]]) -> str:
@@ -287,7 +285,9 @@ def _plain(value: object) -> object:
 
 
 def _v(a: Args, name: str) -> str:
-    """A value, marked where it is Megatron's default."""
+    """A value, marked where it is Megatron's default; `?` where a condition decides it."""
+    if name in a.hanging:
+        return "?"
     value = getattr(a, name)
     text = f"{value:g}" if isinstance(value, float) else str(value)
     return text if a.said(name) else f"{text} (default)"
