@@ -211,8 +211,9 @@ SPELLED: Mapping[str, Rule] = {
     "model.recompute_modules": lambda value, model: [("recompute_modules", value)]
     if model.get("recompute_granularity", True)
     else [],
-    "model.cpu_offloading_num_layers": lambda value, model: [("cpu_offloading_num_layers", value)]
-    if model.get("cpu_offloading", True)
+    # Of any program: the number alone offloads nothing.
+    "cpu_offloading_num_layers": lambda value, model: [("cpu_offloading_num_layers", value)]
+    if model.get("cpu_offloading", True) not in (False, "none", None)
     else [],
     "model.cuda_graph_modules": lambda value, _: [("cuda_graph_modules", [_word(v) for v in value or ()])],
     "ddp.grad_reduce_in_fp32": _as("accumulate_allreduce_grads_in_fp32"),

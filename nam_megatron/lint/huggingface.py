@@ -627,9 +627,12 @@ def _window(s: Said) -> Words:
         yield from ("--window-size", f"{window - 1},0")
 
 
-def _mistral(s: Said) -> Words:
-    yield from _blocks(s)
-    yield from _window(s)
+def _all(*parts: Callable[[Said], Words]) -> Callable[[Said], Words]:
+    """One part behind the other."""
+    return lambda s: (word for part in parts for word in part(s))
+
+
+_mistral = _all(_blocks, _window)
 
 
 def _mistral_alone(s: Said) -> Words:
@@ -691,8 +694,7 @@ def _qwen3(s: Said) -> Words:
 
 
 def _mixtral(s: Said) -> Words:
-    yield from _blocks(s)
-    yield from _window(s)
+    yield from _mistral(s)
     yield from _routed(s, ("num_local_experts",), "intermediate_size", "router_aux_loss_coef")
     yield from ("--moe-router-score-function", "softmax")
     s.only("router_jitter_noise", 0, 0.0, lack=OURS)
@@ -751,27 +753,6 @@ def _qwen(s: Said) -> Words:
     yield from _routed(s, ("num_experts", "num_local_experts"), "moe_intermediate_size", "router_aux_loss_coef")
 
 
-def _qwen3_moe(s: Said) -> Words:
-    yield from _qwen3(s)
-    yield from _qwen(s)
-    yield from _softmax(s)
-
-
-def _qwen2_moe(s: Said) -> Words:
-    yield from _qwen2(s)
-    yield from _beside(s)
-
-
-def _beside(s: Said) -> Words:
-    """Experts, and one beside them that all tokens see."""
-    yield from (*_qwen(s), *_softmax(s), *_shared_of_qwen(s))
-
-
-def _qwen3_vl_moe(s: Said) -> Words:
-    yield from _qwen3(s)
-    yield from _summed(s)
-
-
 def _summed(s: Said) -> Words:
     """Experts by softmax over the chosen, without a key that says so."""
     yield from (*_qwen(s), "--moe-router-score-function", "softmax")
@@ -805,28 +786,17 @@ def _linear(s: Said) -> Words:
     yield from ("--attention-output-gate", "--apply-layernorm-1p")
 
 
-def _qwen3_next(s: Said) -> Words:
-    yield from _linear(s)
-    yield from _beside(s)
-
-
-def _qwen3_5(s: Said) -> Words:
-    yield from _linear(s)
-    _ahead(s, "mtp_num_hidden_layers")
-
-
 def _qwen3_5_moe(s: Said) -> Words:
     yield from _linear(s)
     for key in ("decoder_sparse_step", "mlp_only_layers"):
         s.only(key, 1, [], lack="its code has experts in all layers, whatever the file says")
-    yield from _summed(s)
-    yield from _shared_of_qwen(s)
-    _ahead(s, "mtp_num_hidden_layers")
+    yield from (*_summed(s), *_shared_of_qwen(s), *_ahead(s))
 
 
-def _ahead(s: Said, key: str) -> None:
+def _ahead(s: Said, key: str = "mtp_num_hidden_layers") -> Words:
     if depths := s.get(key):
         s.left.append(f"`{key}: {depths}`: layers of token prediction are not read")
+    return iter(())
 
 
 def _shared(s: Said) -> Words:
@@ -951,17 +921,10 @@ def _dots1(s: Said) -> Words:
     yield from (*_dense_first(s), *_scored(s))
 
 
-def _solar_open(s: Said) -> Words:
-    yield from _blocks(s, qkv_bias=True)
-    yield from _scored(s)
-
-
 def _scored(s: Said) -> Words:
     """Experts by sigmoid scores, and shared ones."""
     yield from _routed(s, ("n_routed_experts",), "moe_intermediate_size", None)
-    yield from _shared(s)
-    yield from _groups(s)
-    yield from _sigmoid(s)
+    yield from (*_shared(s), *_groups(s), *_sigmoid(s))
     _depths(s)
 
 
@@ -1035,14 +998,18 @@ def _bamba(s: Said) -> Words:
         s.left.append(f"`z_loss_coefficient: {loss}`: a loss of its training")
 
 
+_SHARING = (_qwen, _softmax, _shared_of_qwen)  # experts, and one beside them that all tokens see
+_BIASED = partial(_blocks, qkv_bias=True)
 KINDS: Mapping[str, Callable[[Said], Words]] = {
-    "llama": _blocks, "mistral": _mistral_alone, "mixtral": _mixtral, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe,
-    "qwen3_next": _qwen3_next, "qwen3_5_text": _qwen3_5, "qwen3_5_moe_text": _qwen3_5_moe, "deepseek_v2": _deepseek,
+    "llama": _blocks, "mistral": _mistral_alone, "mixtral": _mixtral, "qwen2": _qwen2, "qwen3": _qwen3,
+    "qwen3_moe": _all(_qwen3, _qwen, _softmax), "qwen3_next": _all(_linear, *_SHARING), "qwen3_5_text": _all(_linear, _ahead),
+    "qwen3_5_moe_text": _qwen3_5_moe, "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek, "deepseek_v32": _deepseek, "kimi_k2": _deepseek, "glm4_moe": _glm4_moe,
     "glm4_moe_lite": _deepseek, "glm_moe_dsa": _deepseek, "nemotron_h": _nemotron_h,
-    "gpt_oss": _gpt_oss, "seed_oss": _seed_oss, "qwen2_moe": _qwen2_moe,
-    "arcee": _blocks, "ministral": _ministral, "cwm": _ministral, "dots1": _dots1, "solar_open": _solar_open, "nemotron": _nemotron,
+    "gpt_oss": _gpt_oss, "seed_oss": _seed_oss, "qwen2_moe": _all(_qwen2, *_SHARING),
+    "arcee": _blocks, "ministral": _ministral, "cwm": _ministral, "dots1": _dots1, "nemotron": _nemotron,
     "stablelm": _stablelm, "phi3": _phi3, "smollm3": _smollm3, "helium": _blocks, "ernie4_5": _blocks, "bamba": _bamba,
-    "glm": partial(_blocks, qkv_bias=True), "qwen3_vl_text": _qwen3, "qwen3_vl_moe_text": _qwen3_vl_moe, "glm4v_moe_text": _glm4v_moe,
+    "solar_open": _all(_BIASED, _scored), "glm": _BIASED, "qwen3_vl_text": _qwen3, "qwen3_vl_moe_text": _all(_qwen3, _summed),
+    "glm4v_moe_text": _glm4v_moe,
     **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), _qwen2),
 }  # fmt: skip

@@ -31,6 +31,15 @@ STOCK_SPECS = {  # what 0.19.2 has for --spec and builds without it
 }
 
 
+def _stands(*kinds: str) -> "cached_property[bool]":
+    """Whether one of some kinds stands anywhere."""
+    return cached_property(lambda self: bool(self.kinds & {*kinds}))
+
+
+def _size(name: str) -> "cached_property[int]":
+    return cached_property(lambda self: self.need(name))
+
+
 class Model:
     """Derived values. `self.a` are the arguments themselves."""
 
@@ -194,46 +203,19 @@ class Model:
         return self.variant == "dsa"
 
     @property
-    def dsa(self) -> bool:
-        return "dsa" in self.kinds
-
-    @property
     def dsa_layers(self) -> tuple[int, ...]:
         return self.numbers("dsa")
-
-    @property
-    def gdn(self) -> bool:
-        return "gdn" in self.kinds
 
     @property
     def latent(self) -> bool:
         """Whether keys and values of some layer come from a latent."""
         return any(KINDS[kind].latent for kind in self.kinds)
 
-    @property
-    def mamba(self) -> bool:
-        """Whether Megatron's own Mamba-2 stands."""
-        return SYMBOLS["M"] in self.kinds
+    dsa, gdn, moe = _stands("dsa"), _stands("gdn"), _stands("moe")
+    mamba = _stands(SYMBOLS["M"])  # Megatron's own Mamba-2
+    recurrent, attends, has_mlps = _stands(*LETTERS["M"]), _stands(*ATTENTION), _stands("mlp", "moe")
 
-    @property
-    def recurrent(self) -> bool:
-        return bool(self.kinds & set(LETTERS["M"]))
-
-    @property
-    def moe(self) -> bool:
-        return "moe" in self.kinds
-
-    @property
-    def attends(self) -> bool:
-        return bool(self.kinds & set(ATTENTION))
-
-    @property
-    def has_mlps(self) -> bool:
-        return bool(self.kinds & {"mlp", "moe"})
-
-    @cached_property
-    def heads(self) -> int:
-        return self.need("num_attention_heads")
+    heads = _size("num_attention_heads")
 
     @cached_property
     def head_dim(self) -> int:
@@ -398,21 +380,8 @@ class Model:
 
     # Layout
 
-    @cached_property
-    def tp(self) -> int:
-        return self.need("tensor_model_parallel_size")
-
-    @cached_property
-    def pp(self) -> int:
-        return self.need("pipeline_model_parallel_size")
-
-    @cached_property
-    def cp(self) -> int:
-        return self.need("context_parallel_size")
-
-    @cached_property
-    def ep(self) -> int:
-        return self.need("expert_model_parallel_size")
+    tp, pp = _size("tensor_model_parallel_size"), _size("pipeline_model_parallel_size")
+    cp, ep = _size("context_parallel_size"), _size("expert_model_parallel_size")
 
     @cached_property
     def etp(self) -> int:

@@ -29,7 +29,6 @@ CONFIG = {
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
     "freeze_moe_router": None,
 }
-OFFLOADING = {"cpu_offloading_num_layers": "cpu_offloading"}  # the number alone offloads nothing
 BRIDGE = "Megatron-Bridge"
 BESIDE = {"enabled", "env_vars"}
 # A word behind a command: `a.b.c=value`, with Hydra's `+` and `++` in front.
@@ -53,7 +52,7 @@ class Program:
     gpus: tuple[tuple[str, str], ...] = ()
     apart: str | None = None
     model: tuple[str, ...] = ()
-    needs: Mapping[str, str] = field(default_factory=lambda: OFFLOADING)
+    needs: Mapping[str, str] = field(default_factory=dict)
     marks: tuple[str, ...] = ()
     own: tuple[str, ...] = ()
     worded: Callable[[Tree], "Worded"] | None = None
@@ -289,7 +288,7 @@ def flags(fields: Iterable[tuple[str, str, Any]], target: Target) -> tuple[list[
     for (section, name), value in last.items():
         held.setdefault(section, {})[name] = value
     for (section, name), value in last.items():
-        rule = SPELLED.get(f"{section}.{name}", SPELLED.get(name)) if section != "args" and not _open(value) else None
+        rule = SPELLED.get(f"{section}.{name}", SPELLED.get(name)) if not _open(value) else None
         pairs = (
             list(rule(value, held[section]))
             if rule

@@ -247,27 +247,28 @@ def _shell(text: str, target: Target, name: str, decided: Mapping[str, bool]) ->
     def flags(command: tuple) -> int:
         return _flags(_split(command[0], target)[1], target)
 
-    best, notes = max(run.commands, key=flags, default=((), {})), list(run.notes)
-    if not flags(best) and (supposed := max(run.perhaps, key=flags, default=None)) and flags(supposed):
-        best = supposed[:2]
-        notes.append(
-            f"line {supposed[2]}: its condition cannot be told here; the launch that it decides about is read as if it held"
-        )
-    if not flags(best) and (uncalled := max(run.uncalled, key=flags, default=None)) and flags(uncalled):
-        best = uncalled[:2]
-        notes.append(
-            f"line {uncalled[2]}: nothing here calls this function; the launch in it is read as if it were called"
-        )
-    if not flags(best) and run.printed and flags(printed := max(run.printed, key=flags)):
-        best = printed
-        notes.append("nothing here starts this launch: the text only prints it")
+    made = Launch(target, (), "shell", text, forks=tuple(run.forks), spent=run.spent, perhaps=run.appended)
+    best: Any = max(run.commands, key=flags, default=((), {}))
+    notes, other = (
+        list(run.notes),
+        "its condition cannot be told here; the launch that it decides about is read as if it held",
+    )
+    uncalled = "nothing here calls this function; the launch in it is read as if it were called"
+    for several, note in (
+        (run.perhaps, f"line {{}}: {other}"),
+        (run.uncalled, f"line {{}}: {uncalled}"),
+        (run.printed, "nothing here starts this launch: the text only prints it"),
+    ):
+        if not flags(best) and flags(found := max(several, key=flags, default=((),))):
+            best = found
+            notes.append(note.format(*found[2:]))
     others = {c[0] for c in (*run.commands, *run.perhaps) if 2 * flags(c) > flags(best)} - {best[0]}
     if others:
         notes.append(
             f"the text has {len(others) + 1} launches: read is the one with the most flags, the first of equals"
         )
     (launcher, words, script), env = _split(best[0], target), best[1]
-    if not flags(best) and (launch := _of_another(run, text, target)):
+    if not flags(best) and (launch := _of_another(run, made)):
         return launch
     if partial := not _flags(words, target):  # a file that only sets variables, for another script to use
         held = [run.variables, *run.left.values()]
@@ -279,7 +280,7 @@ def _shell(text: str, target: Target, name: str, decided: Mapping[str, bool]) ->
         if lacks and not re.search(rf"\$\{{?[#!]?{name}\b", text):
             notes.append(f"`{name}` is handed on to nothing here, nor what stands in it: {', '.join(lacks)}")
     if not _flags(words, target):
-        return Launch(target, (), "shell", text)
+        return made
     if script is None and any(follow.HOLE.fullmatch(word) or word.endswith(".sh") for word in launcher):
         partial = True
         notes.append(
@@ -293,47 +294,23 @@ def _shell(text: str, target: Target, name: str, decided: Mapping[str, bool]) ->
         partial = True
     gpus = _gpus(launcher, text, run.variables)
     by_default = any(NODES.search(name) for name in run.unset) or bool(TO_CHANGE.search(text))
-    return Launch(
-        target,
-        tuple(words),
-        "shell",
-        text,
-        env,
-        script,
-        gpus,
-        tuple(notes),
-        partial,
-        supposed=by_default,
-        forks=tuple(run.forks),
-        spent=run.spent,
-        perhaps=run.appended,
-    )
+    made = replace(made, words=tuple(words), env=env, script=script, gpus=gpus, notes=tuple(notes))
+    return replace(made, partial=partial, supposed=by_default)
 
 
-def _of_another(run: follow.Run, text: str, target: Target) -> Launch | None:
+def _of_another(run: follow.Run, made: Launch) -> Launch | None:
     """The launch of a program that has Megatron's fields in words of its own; the one that says most."""
     perhaps = [(words, env) for words, env, _ in (*run.perhaps, *run.uncalled)]
     commands = [*run.commands, *perhaps]
-    found = [(said, env) for words, env in commands if (said := others.of_command(words, target))]
+    found = [(said, env) for words, env in commands if (said := others.of_command(words, made.target))]
     if not found:
         return None
     said, env = max(found, key=lambda one: len(one[0].words))
     notes = [*run.notes, *said.notes, *_defaults(run.unset)]
     if several := len({other.words for other, _ in found}) - 1:
         notes.append(f"the text has {several + 1} launches: read is the one that says most")
-    return Launch(
-        target,
-        said.words,
-        "shell",
-        text,
-        {**env, **said.env},
-        gpus=said.gpus,
-        notes=tuple(notes),
-        program=said.program,
-        forks=tuple(run.forks),
-        spent=run.spent,
-        perhaps=run.appended,
-    )
+    env = {**env, **said.env}
+    return replace(made, words=said.words, env=env, gpus=said.gpus, notes=tuple(notes), program=said.program)
 
 
 def _held(variables: Mapping[str, str | list[str]]) -> list[str]:

@@ -32,7 +32,7 @@ from nam_megatron.lint.follow import holes
 from nam_megatron.lint.model import STOCK_SPECS, SYMBOLS, Model, known
 from nam_megatron.lint.read import Launch
 from nam_megatron.lint.values import Args, NotKnown, Open
-from nam_megatron.recipe import Optim, Recipe, load, to_tree
+from nam_megatron.recipe import Optim, Recipe, at, load, to_tree
 from nam_megatron.recipe.resolve import UNREAD, latent
 from nam_megatron.targets import current
 from nam_megatron.words.whole import write_whole
@@ -219,7 +219,7 @@ def _composed(
                 key = (problem.key or "").split("[")[0]
                 if not problem.message.startswith(UNREAD):  # what nothing reads is nothing lost
                     lost.append(f"{problem.key}: {problem.message}")
-                    unsaid += [key] if key not in unsaid and _in(base, key) is not None else []
+                    unsaid += [key] if key not in unsaid and at(base, key) is not None else []
                 if not _drop(wanted, base, key, absent=whole):
                     raise
             continue
@@ -263,15 +263,9 @@ def _drop(wanted: Tree, base: Tree, key: str, absent: bool = False) -> bool:
     return True
 
 
-def _leaves(tree: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
-        yield from _leaves(value, f"{at}{key}.") if isinstance(value, Mapping) else [(f"{at}{key}", value)]
-
-
-def _in(tree: Any, key: str) -> Any:
-    for part in key.split("."):
-        tree = tree.get(part) if isinstance(tree, Mapping) else None
-    return tree
+        yield from _leaves(value, f"{path}{key}.") if isinstance(value, Mapping) else [(f"{path}{key}", value)]
 
 
 def _put(tree: Tree, key: str, value: Any) -> None:

@@ -29,9 +29,9 @@ GRAPH_MODULES = (
 )  # fmt: skip
 LONGEST_LIST = 10_000
 # Scripts that add nothing to Megatron's parser but OF_SCRIPTS.
-MEGATRONS = re.compile(r"(.*/)?(pretrain_(gpt|hybrid|mamba|bert|t5|ict|retro|vlm)|train_rl)\.py")
+NO_GPTS = "bert|t5|ict|retro|vlm"
+MEGATRONS = re.compile(rf"(.*/)?(pretrain_(gpt|hybrid|mamba|{NO_GPTS})|train_rl)\.py")
 PRETRAINS = re.compile(r"(.*/)?pretrain_\w+\.py")
-OTHERS = re.compile(r"pretrain_(?:bert|t5|ict|retro|vlm)\.py$")  # of these, whose models are no GPT
 # What a command prints, or a variable for a model's flags.
 COMPUTED = re.compile(r"^(?!\w+:[-+]).*[^\w, ]|(?<![a-z])(model(?!_parallel)|arch)(?![a-z])", re.IGNORECASE)
 STRANGERS = 3  # flags of another parser: so many that nobody misspelt them
@@ -340,7 +340,7 @@ class Args:
         others = dict.fromkeys(self.foreign + [t.about for t in strange if not _misspelt(t, 0.9, False)])
         own = [f for f in others if f not in REMOVED and SHAPING.search(f) and not RUNNING.search(f)]
         own += [t.about for t in self.trouble if t.rule == "unknown-variable" and COMPUTED.search(t.detail)]
-        own += OTHERS.findall(self.launch.script or "")
+        own += re.findall(rf"pretrain_(?:{NO_GPTS})\.py$", self.launch.script or "")
         return own if stock else ["--spec", *own]
 
     @cached_property
