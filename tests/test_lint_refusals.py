@@ -12,10 +12,12 @@ from nam_megatron.lint import describe, lint
 from nam_megatron.lint.model import Model
 from nam_megatron.lint.rules import companions
 from nam_megatron.lint.rules.rule import FAIL
+from nam_megatron.lint.rules.terms import TRAPS
 from nam_megatron.targets import current
 
 LINES = [line for line in (Path(__file__).parent / "refusals.txt").read_text().splitlines() if not line.startswith("#")]
 ROWS = [(which, row) for which, rows in companions.WANTS.items() for row in rows]
+ROWS += [("traps", {"flags": "", "wants": name, "with": row["when"]}) for name, row in TRAPS.items()]
 
 # What a bare launch must have beside a flag, so that this one does nothing.
 BESIDE = {
@@ -56,13 +58,13 @@ def flags(row: dict) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("which", "row"), ROWS, ids=lambda r: r if isinstance(r, str) else f"{r['flags'].split()[0]}: {r['wants']}"
+    ("which", "row"), ROWS, ids=lambda r: r if isinstance(r, str) else f"{r['flags'].partition(' ')[0]}: {r['wants']}"
 )
 def test_every_name_of_the_table_is_one(which, row):
     known = current().by_dest
     assert all(flag in known or (flag.endswith("_") and flags({"flags": flag})) for flag in row["flags"].split())
     for term in re.split(" or | and ", row["with"]):
-        name, right = re.fullmatch(r"(?:not )?(\w+)(?:[=~]\S+|[<>%](\S+))?", term).groups()
+        name, right = re.fullmatch(r"(?:not )?(?:said )?(\w+)(?:[=~]\S+|[<>%](\S+))?", term).groups()
         names = [name, right] if right and right[0].isalpha() else [name]
         assert all(n in known or hasattr(Model, n) or hasattr(launched(BASES["gpt"]).model, n) for n in names)
 

@@ -213,6 +213,7 @@ class Model:
 
     dsa, gdn, moe = _stands("dsa"), _stands("gdn"), _stands("moe")
     mamba = _stands(SYMBOLS["M"])  # Megatron's own Mamba-2
+    plain_attention = _stands("attention")
     recurrent, attends, has_mlps = _stands(*LETTERS["M"]), _stands(*ATTENTION), _stands("mlp", "moe")
 
     heads = _size("num_attention_heads")

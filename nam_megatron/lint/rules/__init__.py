@@ -21,6 +21,7 @@ from nam_megatron.lint.rules import (
     training,
 )
 from nam_megatron.lint.rules.rule import LACKS, SEVERITIES, Finding, Rule, without
+from nam_megatron.lint.rules.terms import TRAPS
 from nam_megatron.lint.values import Args, NotKnown
 
 FILES = (
@@ -29,6 +30,7 @@ FILES = (
 RULES: tuple[Rule, ...] = tuple(rule for file in FILES for rule in file.RULES)
 BY_ID = {rule.id: rule for rule in RULES}
 assert len(BY_ID) == len(RULES), "two rules of one id"
+assert TRAPS.keys() <= BY_ID.keys(), "a row of traps.yaml that no file here names"
 
 
 def check(a: Args, m: Model, ignore: Iterable[str] = ()) -> list[Finding]:

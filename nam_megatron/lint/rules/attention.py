@@ -19,6 +19,7 @@ from nam_megatron.lint.rules.rule import (
     listed,
     without,
 )
+from nam_megatron.lint.rules.terms import trap
 from nam_megatron.lint.values import Args
 
 MLA_ONLY = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "cache_mla_latents")
@@ -107,18 +108,7 @@ RULES = (
         "add `--group-query-attention`",
         FROM_ARGS,
     ),
-    Rule(
-        "gqa-one-group",
-        WRONG,
-        "group_query_attention",
-        lambda a, m: "attention" in m.kinds
-        and a.group_query_attention
-        and not a.said("num_query_groups")
-        and not m.mla,
-        "without --num-query-groups there is one group: multi-query attention is trained",
-        "add `--num-query-groups`",
-        FROM_ARGS,
-    ),
+    *map(trap, ("gqa-one-group",)),
     Rule(
         "rope-columns",
         FAIL,
@@ -138,44 +128,7 @@ RULES = (
         "add `--multi-latent-attention` (in a hybrid, `+` in the pattern)",
         FROM_ARGS,
     ),
-    Rule(
-        "mla-rope-type",
-        FAIL,
-        "rope_type",
-        lambda a, m: not m.mla and a.rope_type == "yarn",
-        "yarn by --rope-type is MLA's; other attention takes --position-embedding-type yarn",
-        "leave it out",
-        FROM_ARGS,
-    ),
-    Rule(
-        "mla-no-latent-norm",
-        WRONG,
-        "qk_layernorm",
-        lambda a, m: m.mla and m.latent and not a.qk_layernorm and m.of_published_mla,
-        "the latents of MLA go without a norm; the model that the launch names has one",
-        "add `--qk-layernorm`; without a query latent see `mla-query-norm` then",
-        "core/transformer/mla_qk_norm_config.py",
-    ),
-    Rule(
-        "mla-query-norm",
-        WRONG,
-        "qk_layernorm",
-        lambda a, m: m.latent and not m.checks_dsa and a.qk_layernorm and a.q_lora_rank is None and not m.plain_query,
-        "without a query latent the query's norm is one more over the whole hidden width, before its projection; DeepSeek-V2-Lite, and "
-        "every published model of that kind, has a norm on the key/value latent alone",
-        "give a query latent with `--q-lora-rank`, or a layer of your own without that norm; our trainer has one "
-        "(`model.blocks.mla.q_lora_rank: null`)",
-        "core/transformer/mla_qk_norm_config.py _resolve_mla_qk_layernorm",
-    ),
-    Rule(
-        "default-kv-lora-rank",
-        DEFAULT,
-        "kv_lora_rank",
-        lambda a, m: m.mla and not a.said("kv_lora_rank"),
-        "32 on the command line, 512 in Megatron's config and in the papers",
-        "say `--kv-lora-rank`",
-        "training/arguments.py _add_mla_args",
-    ),
+    *map(trap, ("mla-rope-type", "mla-no-latent-norm", "mla-query-norm", "default-kv-lora-rank")),
     Rule(
         "default-rope-type",
         DEFAULT,
@@ -206,15 +159,7 @@ RULES = (
         "add `--no-rope-fusion`",
         CONFIG,
     ),
-    Rule(
-        "dsa-rope-fusion",
-        FAIL,
-        "apply_rope_fusion",
-        lambda a, m: m.checks_dsa and m.rope_fusion,
-        "RoPE fusion is on by default and DSA does not have it",
-        "add `--no-rope-fusion`",
-        CONFIG,
-    ),
+    *map(trap, ("dsa-rope-fusion",)),
     Rule(
         "mla-yarn-fusion-heads",
         WRONG,
@@ -238,15 +183,7 @@ RULES = (
         "add `--position-embedding-type rope`",
         HYBRID,
     ),
-    Rule(
-        "hybrid-positions",
-        WRONG,
-        "position_embedding_type",
-        lambda a, m: m.hybrid and "attention" in m.kinds and m.positions in ("mrope", "relative"),
-        "a hybrid knows rope, yarn and learned tables; with this one attention has no positions",
-        "use `rope`",
-        HYBRID,
-    ),
+    *map(trap, ("hybrid-positions",)),
     Rule(
         "yarn-flags-ignored",
         WRONG,
@@ -266,24 +203,7 @@ RULES = (
         "a larger `--rotary-scaling-factor`, or a shorter sequence",
         "core/models/common/embeddings/yarn_rotary_pos_embedding.py",
     ),
-    Rule(
-        "rope-scaling-factor",
-        WRONG,
-        "rope_scaling_factor",
-        lambda a, m: m.llama_factor is not None and not m.hybrid and not m.described and a.rope_scaling_factor != 8,
-        "ignored: angles are scaled by 8, as Llama-3.1's",
-        "leave it out",
-        "training/argument_utils.py gpt_config_from_args",
-    ),
-    Rule(
-        "hybrid-rope-scaling",
-        WRONG,
-        "use_rope_scaling",
-        lambda a, m: m.hybrid and a.use_rope_scaling and m.llama_factor is None,
-        "hybrids ignore it: RoPE stays unscaled",
-        "leave it out",
-        "training/argument_utils.py hybrid_config_from_args",
-    ),
+    *map(trap, ("rope-scaling-factor", "hybrid-rope-scaling")),
     Rule(
         "window-size",
         FAIL,
@@ -311,15 +231,7 @@ RULES = (
         "name one of them",
         "transformer_engine 2.20 attn_forward_func_with_cp",
     ),
-    Rule(
-        "sinks-uncounted",
-        WRONG,
-        "softmax_type|tensor_model_parallel_size",
-        lambda a, m: not m.plan and a.softmax_type == "learnable" and m.tp > 1 and bool(a.clip_grad),
-        "the norm that clips counts the sinks of the first tensor rank alone, which are not marked as sharded",
-        "mark each `softmax_offset` as tensor parallel, as our trainer does, or train them on one tensor rank",
-        "core/tensor_parallel/layers.py param_is_not_tensor_parallel_duplicate; Megatron-LM issue 7452, finding 8",
-    ),
+    *map(trap, ("sinks-uncounted",)),
     Rule(
         "gdn-sequence",
         WRONG,
@@ -329,20 +241,7 @@ RULES = (
         "add `--sequence-parallel`",
         "core/distributed/finalize_model_grads.py; Megatron-LM issue 7452, finding 11",
     ),
-    Rule(
-        "mla-sequence",
-        WRONG,
-        "sequence_parallel",
-        lambda a, m: m.mla
-        and not m.hybrid
-        and m.tp > 1
-        and not a.sequence_parallel
-        and a.qk_layernorm
-        and a.transformer_impl == "local",
-        "Megatron's own layers sum the latent norms' gradients over tensor ranks, of which each has all of it",
-        "add `--sequence-parallel`",
-        "core/distributed/finalize_model_grads.py",
-    ),
+    *map(trap, ("mla-sequence",)),
     Rule(
         "yarn-share",
         WRONG,
@@ -352,13 +251,5 @@ RULES = (
         "leave it out",
         "core/models/common/embeddings/yarn_rotary_pos_embedding.py",
     ),
-    Rule(
-        "window-mtp",
-        WRONG,
-        "window_attn_skip_freq",
-        lambda a, m: bool(a.window_size and a.window_attn_skip_freq) and not m.hybrid and bool(a.mtp_num_layers),
-        "MTP's layers are counted from 1 again, and have or lack a window as the first layers do",
-        "is that meant? No flag says it of MTP's layers",
-        "core/transformer/multi_token_prediction.py, transformer/utils.py is_layer_window_attention",
-    ),
+    *map(trap, ("window-mtp",)),
 )

@@ -3,44 +3,12 @@
 import re
 from collections.abc import Iterator
 from functools import partial
-from operator import gt, lt
-from pathlib import Path
-from typing import Any
-
-import yaml
 
 from nam_megatron.lint.model import Model, known
 from nam_megatron.lint.rules.parser import incomplete, strangers
-from nam_megatron.lint.rules.rule import CONFIG, FAIL, FRAGILE, VALIDATE, Rule, listed, off
-from nam_megatron.lint.values import Args, Open, harmless
-
-WANTS = yaml.safe_load((Path(__file__).parent.parent / "wants.yaml").read_text(encoding="utf-8"))
-
-
-def _holds(a: Args, m: Model, term: str) -> bool:
-    """Whether a term of wants.yaml holds."""
-    name, sign, right = re.findall(r"^(?:not )?(\w+)(?:([=~<>%])(.*))?$", term)[0]
-    found = _named(a, m, name)
-    if sign in ("<", ">", "%"):
-        bound = _named(a, m, right) if right[0].isalpha() else float(right)
-        compared = {"<": lt, ">": gt, "%": lambda one, other: other > 0 and one % other == 0}[sign]
-        holds = None not in (found, bound) and compared(found, bound)
-    elif sign:
-        among = [str(f) in right.split(",") for f in listed(found)]
-        holds = all(among) if sign == "=" else any(among)
-    else:
-        holds = bool(found)
-    return holds is not term.startswith("not ")
-
-
-def _named(a: Args, m: Model, name: str) -> Any:
-    if name in a.target.by_dest and isinstance(a.value(name), Open) and a.said(name) and harmless(name, a.target):
-        return True  # a path, wherever it leads
-    return getattr(a if name in a.target.by_dest else m, name)
-
-
-def _is_so(a: Args, m: Model, terms: str) -> bool:
-    return any(all(_holds(a, m, term) for term in both.split(" and ")) for both in terms.split(" or "))
+from nam_megatron.lint.rules.rule import CONFIG, FAIL, FRAGILE, VALIDATE, Rule, off
+from nam_megatron.lint.rules.terms import WANTS, is_so
+from nam_megatron.lint.values import Args
 
 
 def _lacking(a: Args, m: Model, which: str, given_elsewhere: bool = False) -> Iterator[str]:
@@ -52,7 +20,7 @@ def _lacking(a: Args, m: Model, which: str, given_elsewhere: bool = False) -> It
             asks = not off(a, name) if which in ("idle", "noted") and "always" not in row else not a.switched_off(name)
             stands_on = a.any_said(*re.findall(r"[a-z]\w+", row["with"]))
             asks &= not any(map(a.switched_off, stands_on))  # else it waits for that to be switched on
-            if asks and (stands_on or not given_elsewhere) and not known(partial(_is_so, a, m, row["with"]), True):
+            if asks and (stands_on or not given_elsewhere) and not known(partial(is_so, row["with"], a, m), True):
                 yield f"{a.written(name)}\twants {row['wants']}"
 
 

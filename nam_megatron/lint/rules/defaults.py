@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from nam_megatron.lint.model import Model
 from nam_megatron.lint.rules.cards import agrees, names
-from nam_megatron.lint.rules.rule import CONFIG, DEFAULT, FAIL, FROM_ARGS, MOE, VALIDATE, Rule, When, without
+from nam_megatron.lint.rules.rule import CONFIG, DEFAULT, FROM_ARGS, VALIDATE, Rule, When, without
+from nam_megatron.lint.rules.terms import trap
 from nam_megatron.lint.rules.training import LONG
 from nam_megatron.lint.values import Args
 
@@ -47,36 +48,7 @@ def _dropouts(a: Args, m: Model) -> Iterator[str]:
 
 
 _SELDOM_MEANT = (
-    Rule(
-        "default-positions",
-        DEFAULT,
-        "position_embedding_type",
-        lambda a, m: not a.any_said("position_embedding_type", "use_rotary_position_embeddings"),
-        "a learned table of absolute positions is trained",
-        "say `--position-embedding-type rope` (or `none`, or `learned_absolute` if meant)",
-        "training/arguments.py _add_network_size_args",
-    ),
-    Rule(
-        "default-normalization",
-        DEFAULT,
-        "normalization",
-        # LayerNorm and biases beside a gate and RoPE are a model, too, as GPT-NeoX has them.
-        lambda a, m: not a.said("normalization") and not (a.add_bias_linear and not m.hybrid),
-        "LayerNorm is trained",
-        "say `--normalization RMSNorm` (or LayerNorm, if meant)",
-        CONFIG,
-    ),
-    Rule(
-        "default-bias",
-        DEFAULT,
-        "add_bias_linear",
-        lambda a, m: a.add_bias_linear
-        and a.softmax_type != "learnable"  # gpt-oss's, whose layers have biases
-        and (a.normalization == "RMSNorm" or m.hybrid),
-        "every linear layer has a bias",
-        "add `--disable-bias-linear`",
-        CONFIG,
-    ),
+    *map(trap, ("default-positions", "default-normalization", "default-bias")),
     Rule(
         "default-activation",
         DEFAULT,
@@ -104,39 +76,7 @@ _SELDOM_MEANT = (
         "say `--adam-beta2 0.95` (or 0.999, if meant)",
         "core/optimizer/optimizer_config.py",
     ),
-    Rule(
-        "default-router-scores",
-        DEFAULT,
-        "moe_router_score_function",
-        # Sigmoid is of those with shared experts, or with groups of experts.
-        lambda a, m: m.moe
-        and not a.said("moe_router_score_function")
-        and bool(a.moe_shared_expert_intermediate_size or a.moe_router_group_topk),
-        "the router's scores are a softmax",
-        "say `--moe-router-score-function` sigmoid or softmax",
-        CONFIG,
-    ),
-    Rule(
-        "default-expert-scale",
-        DEFAULT,
-        "moe_router_topk_scaling_factor",
-        # Sigmoid scores with groups of experts are of DeepSeek-V3's kind.
-        lambda a, m: m.expert_groups is not None
-        and a.moe_router_score_function == "sigmoid"
-        and not a.said("moe_router_topk_scaling_factor"),
-        "the weights of a token's experts sum to 1; models of DeepSeek-V3's kind scale them, most by 2.5",
-        "say `--moe-router-topk-scaling-factor` (or 1.0, if meant)",
-        f"{MOE}moe_utils.py topk_routing_with_score_function",
-    ),
-    Rule(
-        "default-top-k",
-        DEFAULT,
-        "moe_router_topk",
-        lambda a, m: m.moe and not a.said("moe_router_topk"),
-        "two experts take each token",
-        "say `--moe-router-topk`",
-        CONFIG,
-    ),
+    *map(trap, ("default-router-scores", "default-expert-scale", "default-top-k")),
     Rule(
         "default-ffn",
         DEFAULT,
@@ -159,34 +99,7 @@ _SELDOM_MEANT = (
         "say `--moe-ffn-hidden-size`",
         VALIDATE,
     ),
-    Rule(
-        "default-yarn-scale",
-        DEFAULT,
-        "mscale_all_dim",
-        lambda a, m: m.latent and m.yarn is not None and not a.said("mscale_all_dim"),
-        "YaRN multiplies what is turned by 0.1 ln(factor) + 1 and leaves the softmax alone; models of DeepSeek's scale the softmax instead",
-        "say `--mscale-all-dim`, 1.0 as those models have it",
-        CONFIG,
-    ),
-    Rule(
-        "default-balancing",
-        DEFAULT,
-        "moe_aux_loss_coeff",
-        lambda a, m: not a.any_said("moe_router_load_balancing_type", "moe_router_force_load_balancing")
-        and m.unbalanced,
-        "the coefficient of the balancing loss is 0: nothing balances the experts",
-        "say `--moe-aux-loss-coeff`, 1e-4 say (or `--moe-router-load-balancing-type none`, if meant)",
-        CONFIG,
-    ),
-    Rule(
-        "default-latent-norm",
-        DEFAULT,
-        "qk_layernorm",
-        lambda a, m: m.mla and m.latent and not a.qk_layernorm and not m.of_published_mla,
-        "the latents of MLA go without a norm",
-        "add `--qk-layernorm`",
-        "core/transformer/mla_qk_norm_config.py",
-    ),
+    *map(trap, ("default-yarn-scale", "default-balancing", "default-latent-norm")),
     Rule(
         "default-dispatcher",
         DEFAULT,
@@ -196,35 +109,10 @@ _SELDOM_MEANT = (
         "say `--moe-token-dispatcher-type alltoall`",
         CONFIG,
     ),
-    Rule(
-        "default-expert-tensor",
-        DEFAULT,
-        "expert_tensor_parallel_size",
-        lambda a, m: m.moe and m.tp > 1 and not a.said("expert_tensor_parallel_size"),
-        "experts are cut by the tensor parallel size too",
-        "say `--expert-tensor-parallel-size 1`",
-        VALIDATE,
-    ),
+    *map(trap, ("default-expert-tensor",)),
 )
 
 RULES = (
     *(replace(rule, when=_beside_newer(rule.when, rule.about)) for rule in _SELDOM_MEANT),
-    Rule(
-        "activations",
-        FAIL,
-        "squared_relu|quick_geglu",
-        lambda a, m: a.swiglu and (a.squared_relu or a.quick_geglu),
-        "two activations",
-        "keep one",
-        FROM_ARGS,
-    ),
-    Rule(
-        "squared-relu-fusion",
-        FAIL,
-        "squared_relu",
-        lambda a, m: a.squared_relu and a.bias_gelu_fusion and a.add_bias_linear,
-        "bias-GELU fusion is on by default and refuses squared ReLU",
-        "add `--disable-bias-linear` or `--no-bias-gelu-fusion`",
-        CONFIG,
-    ),
+    *map(trap, ("activations", "squared-relu-fusion")),
 )

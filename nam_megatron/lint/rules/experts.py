@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 from nam_megatron.lint.model import Model, known
 from nam_megatron.lint.rules.laws import law
-from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, FROM_ARGS, HYBRID, LACKS, MOE, VALIDATE, WRONG, Rule, off
+from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, FROM_ARGS, HYBRID, LACKS, MOE, WRONG, Rule, off
+from nam_megatron.lint.rules.terms import trap
 from nam_megatron.lint.values import Args
 
 # Refused without experts, by other rules.
@@ -58,15 +59,7 @@ RULES = (
         "put `E` first in the MTP part, or train without balancing losses (`--moe-router-load-balancing-type none`)",
         f"{MOE}router.py attach_and_log_load_balancing_loss",
     ),
-    Rule(
-        "moe-probs-on-input",
-        FAIL,
-        "moe_apply_probs_on_input",
-        lambda a, m: m.moe and a.moe_apply_probs_on_input and a.moe_router_topk != 1,
-        "the scores can stand on the input of one expert a token only",
-        "leave it out, or `--moe-router-topk 1`",
-        f"{MOE}experts.py",
-    ),
+    *map(trap, ("moe-probs-on-input",)),
     Rule(
         "experts-not-in-pattern",
         WRONG,
@@ -76,15 +69,7 @@ RULES = (
         "write `E` where they belong",
         HYBRID,
     ),
-    Rule(
-        "pattern-without-experts",
-        FAIL,
-        "num_experts",
-        lambda a, m: m.hybrid and m.moe and not a.num_experts,
-        "`E` in the pattern and no number of experts",
-        "add `--num-experts`",
-        f"{MOE}moe_layer.py",
-    ),
+    *map(trap, ("pattern-without-experts",)),
     Rule(
         "moe-stage-without-experts",
         FAIL,
@@ -107,15 +92,7 @@ RULES = (
         "add `--num-experts`",
         FROM_ARGS,
     ),
-    Rule(
-        "moe-width-without-experts",
-        FAIL,
-        "moe_ffn_hidden_size",
-        lambda a, m: not a.num_experts and a.moe_ffn_hidden_size is not None and a.moe_layer_freq == 1,
-        "a width of experts and no experts",
-        "add `--num-experts`",
-        CONFIG,
-    ),
+    *map(trap, ("moe-width-without-experts",)),
     Rule(
         "moe-no-balancing",
         WRONG,
@@ -127,15 +104,7 @@ RULES = (
         "say `--moe-aux-loss-coeff`, 1e-4 say (or `--moe-router-load-balancing-type none`, if meant)",
         CONFIG,
     ),
-    Rule(
-        "moe-forced-balancing",
-        WRONG,
-        "moe_router_force_load_balancing",
-        lambda a, m: m.moe and a.moe_router_force_load_balancing and not a.mock_data,
-        "the router's choice is thrown away and tokens go anywhere: for benchmarks",
-        "leave it out",
-        f"{MOE}router.py",
-    ),
+    *map(trap, ("moe-forced-balancing",)),
     Rule(
         "moe-balancing-lists",
         FAIL,
@@ -145,15 +114,7 @@ RULES = (
         "give one for each",
         CONFIG,
     ),
-    Rule(
-        "moe-expert-bias",
-        FAIL,
-        "moe_router_enable_expert_bias",
-        lambda a, m: a.moe_router_enable_expert_bias and a.moe_router_score_function not in ("sigmoid", "sqrtsoftplus"),
-        "an expert bias needs sigmoid scores",
-        "add `--moe-router-score-function sigmoid`",
-        CONFIG,
-    ),
+    *map(trap, ("moe-expert-bias",)),
     Rule(
         "moe-top-k",
         FAIL,
@@ -200,36 +161,7 @@ RULES = (
         "choose a divisor of --moe-router-topk",
         f"{MOE}moe_utils.py group_limited_topk",
     ),
-    Rule(
-        "moe-expert-parallel",
-        FAIL,
-        "expert_model_parallel_size",
-        lambda a, m: m.ep > 1 and not a.num_experts,
-        "expert parallelism without experts",
-        "leave it out",
-        VALIDATE,
-    ),
-    Rule(
-        "moe-bias",
-        FAIL,
-        "add_bias_linear",
-        lambda a, m: m.moe and a.add_bias_linear and (m.etp > 1 or bool(a.moe_shared_expert_intermediate_size)),
-        "linear bias is on by default; shared experts and cut experts refuse it",
-        "add `--disable-bias-linear`",
-        f"{MOE}shared_experts.py",
-    ),
-    Rule(
-        "moe-grouped-bias",
-        FAIL,
-        "add_bias_linear",
-        lambda a, m: m.moe
-        and a.add_bias_linear
-        and a.bias_dropout_fusion
-        and ((m.hybrid and not m.ours) or (a.moe_grouped_gemm and a.transformer_impl != "local")),
-        "linear bias is on by default; grouped experts refuse it beside the fusion of bias and dropout",
-        "add `--disable-bias-linear`, or `--no-bias-dropout-fusion`",
-        f"{MOE}experts.py TEGroupedMLP",
-    ),
+    *map(trap, ("moe-expert-parallel", "moe-bias", "moe-grouped-bias")),
     Rule(
         "moe-sequence",
         FAIL,
@@ -239,45 +171,5 @@ RULES = (
         "add `--sequence-parallel`",
         f"{MOE}moe_layer.py",
     ),
-    Rule(
-        "moe-shared-overlap",
-        FAIL,
-        "moe_shared_expert_overlap",
-        lambda a, m: a.moe_shared_expert_overlap
-        and bool(a.moe_shared_expert_intermediate_size)
-        and a.moe_token_dispatcher_type == "allgather",
-        "the overlap needs the alltoall or flex dispatcher",
-        "add `--moe-token-dispatcher-type alltoall`",
-        CONFIG,
-    ),
-    Rule(
-        "moe-padding",
-        FAIL,
-        "moe_pad_expert_input_to_capacity",
-        lambda a, m: a.moe_pad_expert_input_to_capacity and a.moe_expert_capacity_factor is None,
-        "padding to a capacity that is not set",
-        "add `--moe-expert-capacity-factor`",
-        CONFIG,
-    ),
-    Rule(
-        "moe-no-capacity",
-        WRONG,
-        "moe_expert_capacity_factor",
-        lambda a, m: m.moe and a.moe_expert_capacity_factor == 0,
-        "an expert has room for no token: all of them are dropped",
-        "say how much room, 1.0 say, or leave it out: nothing is dropped then",
-        f"{MOE}moe_utils.py get_capacity",
-    ),
-    Rule(
-        "moe-sequential",
-        COST,
-        "moe_grouped_gemm",
-        lambda a, m: m.moe
-        and not m.hybrid
-        and not a.moe_grouped_gemm
-        and not (a.add_bias_linear and a.bias_dropout_fusion),  # which grouped ones do not take
-        "experts are computed one after the other",
-        "add `--moe-grouped-gemm`",
-        "core/models/gpt/moe_module_specs.py",
-    ),
+    *map(trap, ("moe-shared-overlap", "moe-padding", "moe-no-capacity", "moe-sequential")),
 )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from nam_megatron.lint.model import Model
 from nam_megatron.lint.rules.laws import law
 from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, MOE, OPEN, VALIDATE, Rule
+from nam_megatron.lint.rules.terms import trap
 from nam_megatron.lint.values import Args
 
 # Whose GPUs take no queues from CUDA_DEVICE_MAX_CONNECTIONS.
@@ -82,15 +83,7 @@ RULES = (
         "leave `mlp` out of one of them, or say `--hidden-dropout 0`",
         "core/tensor_parallel/random.py",
     ),
-    Rule(
-        "graphs-ignored",
-        COST,
-        "cuda_graph_modules|cuda_graph_scope_deprecated",
-        lambda a, m: m.graphs == "none" and bool(m.graph_words),
-        "without --cuda-graph-impl there are no graphs",
-        "add `--cuda-graph-impl transformer_engine`",
-        CONFIG,
-    ),
+    *map(trap, ("graphs-ignored",)),
     Rule(
         "graphs-modules",
         FAIL,
@@ -124,16 +117,7 @@ RULES = (
         "run a few steps first, or leave the graphs out",
         f"{MOE}token_dispatcher.py",
     ),
-    Rule(
-        "graphs-twice",
-        FAIL,
-        "cuda_graph_impl",
-        lambda a, m: ((a.enable_cuda_graph or a.external_cuda_graph) and a.cuda_graph_impl != "none")
-        or (a.enable_cuda_graph and a.external_cuda_graph),
-        "graphs asked for in two ways",
-        "keep `--cuda-graph-impl`",
-        VALIDATE,
-    ),
+    *map(trap, ("graphs-twice",)),
     Rule(
         "graphs-allocator",
         FAIL,

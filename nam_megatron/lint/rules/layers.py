@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from nam_megatron.lint.model import STOCK_SPECS, Model
 from nam_megatron.lint.rules.cards import names
 from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, HYBRID, OPEN, PATTERN, VALIDATE, WRONG, Rule, without
+from nam_megatron.lint.rules.terms import trap
 from nam_megatron.lint.values import Args
 
 
@@ -79,15 +80,7 @@ RULES = (
         "give one entry a layer, such as `([0]*1+[1]*7)` for eight",
         "core/models/gpt/gpt_layer_specs.py",
     ),
-    Rule(
-        "gpt-script-with-pattern",
-        WRONG,
-        "hybrid_layer_pattern|hybrid_override_pattern",
-        lambda a, m: m.gpt_script and m.pattern is not None,
-        "pretrain_gpt.py builds a GPT whatever the pattern: as many transformer layers as it has letters, attention and MLP in each",
-        "start pretrain_hybrid.py",
-        "training/argument_utils.py gpt_config_from_args",
-    ),
+    *map(trap, ("gpt-script-with-pattern",)),
     Rule(
         "no-layers",
         WRONG,
@@ -112,15 +105,7 @@ RULES = (
         "leave `--num-layers` out",
         VALIDATE,
     ),
-    Rule(
-        "two-patterns",
-        FAIL,
-        "hybrid_override_pattern",
-        lambda a, m: a.said("hybrid_override_pattern", "hybrid_layer_pattern"),
-        "two patterns",
-        "keep `--hybrid-layer-pattern`",
-        VALIDATE,
-    ),
+    *map(trap, ("two-patterns",)),
     Rule(
         "pattern-symbol",
         FAIL,
@@ -148,15 +133,7 @@ RULES = (
         "use `+` for `*`, or no MLA anywhere (MTP depths included)",
         HYBRID,
     ),
-    Rule(
-        "mtp-without-pattern",
-        WRONG,
-        "mtp_num_layers",
-        lambda a, m: m.hybrid and bool(a.mtp_num_layers) and not m.mtp_depths,
-        "the pattern has no `/` part: no MTP depth is built",
-        "append a part for each depth, `.../*-`",
-        HYBRID,
-    ),
+    *map(trap, ("mtp-without-pattern",)),
     Rule(
         "mtp-depths",
         WRONG,
@@ -170,15 +147,7 @@ RULES = (
         "make them agree",
         VALIDATE,
     ),
-    Rule(
-        "mtp-loss-weight",
-        WRONG,
-        "mtp_loss_scaling_factor",
-        lambda a, m: bool(m.mtp_depths) and a.mtp_loss_scaling_factor > 1,
-        "the losses of MTP together weigh more than the loss of the model itself",
-        "say what is meant; published models have 0.1 to 0.3",
-        "core/transformer/multi_token_prediction.py",
-    ),
+    *map(trap, ("mtp-loss-weight",)),
     Rule(
         "padded-vocab-short",
         FAIL,
@@ -200,15 +169,7 @@ RULES = (
         "repeat one part",
         PATTERN,
     ),
-    Rule(
-        "mtp-positions",
-        FAIL,
-        "position_embedding_type",
-        lambda a, m: bool(m.mtp_depths or a.mtp_num_layers) and a.position_embedding_type not in ("rope", "none"),
-        "MTP runs with `rope` or `none` only",
-        "add `--position-embedding-type rope`",
-        VALIDATE,
-    ),
+    *map(trap, ("mtp-positions",)),
     Rule(
         "spec-words",
         FAIL,
@@ -229,15 +190,7 @@ RULES = (
         "import it by hand first: `python -c 'from MODULE import NAME'`",
         "core/transformer/spec_utils.py import_module",
     ),
-    Rule(
-        "moe-layer-freq-ignored",
-        WRONG,
-        "moe_layer_freq",
-        lambda a, m: m.hybrid and a.said("moe_layer_freq"),
-        "a hybrid's pattern says where experts stand, not --moe-layer-freq",
-        "leave it out",
-        HYBRID,
-    ),
+    *map(trap, ("moe-layer-freq-ignored",)),
     Rule(
         "inference-layers",
         FAIL,
@@ -247,22 +200,5 @@ RULES = (
         "leave it out: it is not for training",
         CONFIG,
     ),
-    Rule(
-        "rmsnorm-fusion",
-        FAIL,
-        "fused_residual_rmsnorm",
-        lambda a, m: a.fused_residual_rmsnorm and a.normalization != "RMSNorm",
-        "fuses RMSNorm, and this model has another norm",
-        "leave it out",
-        CONFIG,
-    ),
-    Rule(
-        "no-position-embedding",
-        FAIL,
-        "add_position_embedding",
-        lambda a, m: not a.add_position_embedding and m.positions != "rope",
-        "refused, except with RoPE",
-        "use `--position-embedding-type none`",
-        VALIDATE,
-    ),
+    *map(trap, ("rmsnorm-fusion", "no-position-embedding")),
 )

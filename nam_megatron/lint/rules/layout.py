@@ -8,6 +8,7 @@ from typing import Any
 from nam_megatron.lint.model import Model, known
 from nam_megatron.lint.rules.cards import from_card
 from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, FRAGILE, OPEN, PATTERN, VALIDATE, Rule, each
+from nam_megatron.lint.rules.terms import trap
 from nam_megatron.lint.values import SIZE, Args, NotKnown
 
 UNEVEN = (
@@ -299,19 +300,7 @@ RULES = (
         "leave it out",
         "core/pipeline_parallel/combined_1f1b.py",
     ),
-    Rule(
-        "overlap-param-gather",
-        FAIL,
-        "overlap_param_gather",
-        lambda a, m: a.overlap_param_gather
-        and (
-            not a.overlap_grad_reduce
-            or not (a.use_distributed_optimizer or a.use_megatron_fsdp or a.optimizer == "dist_muon")
-        ),
-        "needs --overlap-grad-reduce, and a distributed optimizer or Megatron-FSDP",
-        "add them",
-        VALIDATE,
-    ),
+    *map(trap, ("overlap-param-gather",)),
     Rule(
         "cpu-offloading",
         FAIL,

@@ -7,6 +7,7 @@ from nam_megatron.lint.follow import holes
 from nam_megatron.lint.model import Model
 from nam_megatron.lint.rules.laws import law
 from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, VALIDATE, Rule, each
+from nam_megatron.lint.rules.terms import trap
 from nam_megatron.lint.values import Args
 
 FP8_ONLY = ("fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "first_last_layers_bf16")
@@ -85,16 +86,7 @@ RULES = (
         "lower it",
         CONFIG,
     ),
-    Rule(
-        "fp32",
-        COST,
-        "bf16",
-        lambda a, m: not a.bf16 and not a.fp16,
-        "weights and activations are fp32",
-        "add `--bf16`",
-        VALIDATE,
-    ),
-    Rule("two-precisions", FAIL, "fp16", lambda a, m: a.bf16 and a.fp16, "bf16 and fp16", "keep one", VALIDATE),
+    *map(trap, ("fp32", "two-precisions")),
     Rule(
         "fp8-flags-ignored",
         COST,
@@ -104,16 +96,7 @@ RULES = (
         "add `--fp8-format hybrid`",
         CONFIG,
     ),
-    Rule(
-        "fp8-gather-without-fp8",
-        FAIL,
-        "fp8_param_gather",
-        lambda a, m: a.fp8_param_gather and not a.fp8,
-        "FP8 weights without FP8",
-        "add `--fp8-format hybrid`",
-        CONFIG,
-    ),
-    Rule("fp8-and-fp4", FAIL, "fp4", lambda a, m: bool(a.fp8 and a.fp4), "FP8 and FP4", "keep one", VALIDATE),
+    *map(trap, ("fp8-gather-without-fp8", "fp8-and-fp4")),
     Rule(
         "fp8-mamba-width",
         FAIL,
@@ -154,13 +137,5 @@ RULES = (
         "add `--use-distributed-optimizer`",
         VALIDATE,
     ),
-    Rule(
-        "fused-cross-entropy-te",
-        FAIL,
-        "cross_entropy_fusion_impl",
-        lambda a, m: a.cross_entropy_loss_fusion and a.cross_entropy_fusion_impl == "te",
-        "Megatron 0.19.2 refuses TE's fused cross entropy",
-        "use `--cross-entropy-fusion-impl native`",
-        VALIDATE,
-    ),
+    *map(trap, ("fused-cross-entropy-te",)),
 )

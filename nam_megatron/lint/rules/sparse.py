@@ -6,6 +6,7 @@ from nam_megatron.blocks.dsa.block import Dsa
 from nam_megatron.lint.model import Model
 from nam_megatron.lint.rules.laws import law
 from nam_megatron.lint.rules.rule import CONFIG, COST, DSA, FAIL, HYBRID, OPEN, WRONG, Rule, each, listed
+from nam_megatron.lint.rules.terms import trap
 from nam_megatron.lint.values import Args
 
 DSA_ONLY = (
@@ -69,15 +70,7 @@ RULES = (
         "put `D` in the pattern (without a pattern: `--experimental-attention-variant dsa`)",
         HYBRID,
     ),
-    Rule(
-        "dsa-without-mla",
-        FAIL,
-        "experimental_attention_variant",
-        lambda a, m: not m.hybrid and m.checks_dsa and not m.mla,
-        "DSA stands on MLA",
-        "add `--multi-latent-attention`",
-        "core/transformer/experimental_attention_variant/absorbed_mla.py",
-    ),
+    *map(trap, ("dsa-without-mla",)),
     Rule(
         "dsa-bias",
         FAIL,
@@ -87,33 +80,7 @@ RULES = (
         "add `--disable-bias-linear`",
         CONFIG,
     ),
-    Rule(
-        "dsa-rotate",
-        FAIL,
-        "dsa_indexer_rotate_activation",
-        lambda a, m: m.dsa and a.dsa_indexer_rotate_activation,
-        "on by default; needs the package fast_hadamard_transform, which has no wheels",
-        "add `--no-dsa-indexer-rotate-activation`",
-        DSA,
-    ),
-    Rule(
-        "dsa-untrained-indexer",
-        WRONG,
-        "dsa_indexer_loss_coeff",
-        lambda a, m: m.dsa and not a.dsa_indexer_loss_coeff,
-        "without its loss the indexer is never trained: it picks positions at random",
-        "say `--dsa-indexer-loss-coeff`, 0.001 say",
-        DSA,
-    ),
-    Rule(
-        "dsa-untrained-overlap",
-        FAIL,
-        "overlap_grad_reduce",
-        lambda a, m: m.dsa and not a.dsa_indexer_loss_coeff and a.overlap_grad_reduce and not m.fsdp,
-        "without its loss the indexer has no gradient, for which the overlapped reduction waits: step 2 stops",
-        "say `--dsa-indexer-loss-coeff`, 0.001 say",
-        "core/distributed/param_and_grad_buffer.py _ParamAndGradBucketGroup.reset",
-    ),
+    *map(trap, ("dsa-rotate", "dsa-untrained-indexer", "dsa-untrained-overlap")),
     Rule(
         "dsa-stage-without-indexer",
         FAIL,
@@ -123,15 +90,7 @@ RULES = (
         "cut the pattern with `|` so that every stage has a `D`",
         f"{DSA} DSAIndexerLossLoggingHelper.reduce_loss_in_tracker",
     ),
-    Rule(
-        "dsa-latent-norm",
-        FAIL,
-        "qk_layernorm",
-        lambda a, m: m.checks_dsa and a.qk_layernorm and a.q_lora_rank is None,
-        "DSA has latent norms only with a query latent",
-        "add `--q-lora-rank`",
-        "core/transformer/mla_qk_norm_config.py",
-    ),
+    *map(trap, ("dsa-latent-norm",)),
     Rule(
         "dsa-kernel-declines",
         COST,
@@ -152,15 +111,7 @@ RULES = (
         "add `--cp-comm-type all_gather`",
         CONFIG,
     ),
-    Rule(
-        "dsa-context-loss",
-        WRONG,
-        "dsa_indexer_loss_coeff|context_parallel_size",
-        lambda a, m: not m.plan and m.dsa and m.cp > 1 and a.dsa_indexer_loss_coeff and not a.calculate_per_token_loss,
-        "Megatron multiplies the indexer's loss, a mean already, by the number of ranks that share a sequence",
-        "divide the coefficient by --context-parallel-size, or add `--calculate-per-token-loss`; our trainer needs neither",
-        "core/pipeline_parallel/schedules.py forward_step_calc_loss",
-    ),
+    *map(trap, ("dsa-context-loss",)),
     Rule(
         "dsa-fsdp-recompute",
         WRONG,
@@ -170,15 +121,7 @@ RULES = (
         "leave `mla_up_proj` out",
         "core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py _grad_acc",
     ),
-    Rule(
-        "dsa-sequence",
-        FAIL,
-        "sequence_parallel",
-        lambda a, m: m.dsa and m.tp > 1 and not a.sequence_parallel,
-        "DSA under tensor parallelism needs sequence parallelism",
-        "add `--sequence-parallel`",
-        "core/transformer/experimental_attention_variant/absorbed_mla.py",
-    ),
+    *map(trap, ("dsa-sequence",)),
     Rule(
         "dsa-reuse-source",
         FAIL,

@@ -6,7 +6,8 @@ from functools import partial
 from nam_megatron.lint.model import Model, known
 from nam_megatron.lint.rules.laws import law
 from nam_megatron.lint.rules.parser import forked
-from nam_megatron.lint.rules.rule import COST, FAIL, MOE, OPEN, VALIDATE, WRONG, Rule, each
+from nam_megatron.lint.rules.rule import FAIL, OPEN, VALIDATE, WRONG, Rule, each
+from nam_megatron.lint.rules.terms import trap
 from nam_megatron.lint.values import Args
 
 
@@ -214,36 +215,7 @@ RULES = (
         "compare the first loss with the last one before, or keep the optimizer on the GPU",
         "core/optimizer/cpu_offloading/hybrid_optimizer.py",
     ),
-    Rule(
-        "fsdp-hybridep",
-        OPEN,
-        "moe_flex_dispatcher_backend",
-        lambda a, m: m.moe
-        and a.use_megatron_fsdp
-        and a.moe_token_dispatcher_type == "flex"
-        and a.moe_flex_dispatcher_backend == "hybridep",
-        "Megatron-FSDP with HybridEP: failures were reported (Megatron-LM issue 7400)",
-        "use `--moe-token-dispatcher-type alltoall`, or try it with a few steps",
-        f"{MOE}token_dispatcher.py",
-    ),
-    Rule(
-        "fsdp-checkpoints",
-        FAIL,
-        "ckpt_format|use_megatron_fsdp",
-        lambda a, m: a.use_megatron_fsdp and a.ckpt_format != "fsdp_dtensor",
-        "Megatron-FSDP writes one checkpoint format only",
-        "add `--ckpt-format fsdp_dtensor`",
-        VALIDATE,
-    ),
-    Rule(
-        "fsdp-optimizer",
-        FAIL,
-        "optimizer",
-        lambda a, m: m.fsdp and a.optimizer not in ("adam", "sgd"),
-        "FSDP trains with adam or sgd",
-        "use adam, or no FSDP",
-        VALIDATE,
-    ),
+    *map(trap, ("fsdp-hybridep", "fsdp-checkpoints", "fsdp-optimizer")),
     Rule(
         "fsdp-pipeline",
         FAIL,
@@ -263,25 +235,9 @@ RULES = (
         "fewer expert parallel ranks, `--calculate-per-token-loss`, or no FSDP",
         "core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py _bucket_group_gradient_reduce",
     ),
-    Rule(
-        "fsdp-indexer",
-        WRONG,
-        "tensor_model_parallel_size|use_megatron_fsdp",
-        lambda a, m: not m.plan and a.use_megatron_fsdp and m.tp > 1 and m.dsa and bool(a.dsa_indexer_loss_coeff),
-        "tensor ranks sum the gradients of DSA's indexer where they would average them: FSDP does not hand the mark on",
-        "one tensor rank, or no FSDP",
-        "core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py _init_optimizer_named_parameters",
-    ),
+    *map(trap, ("fsdp-indexer",)),
     Rule("fsdp2", FAIL, "use_torch_fsdp2", _fsdp2, "torch FSDP2 refuses it", "leave one of them out", VALIDATE),
-    Rule(
-        "fsdp-tensor",
-        COST,
-        "use_megatron_fsdp|use_torch_fsdp2",
-        lambda a, m: m.fsdp and (m.tp > 1 or m.cp > 1),
-        "tensor and context parallelism want CUDA_DEVICE_MAX_CONNECTIONS=1, FSDP forbids it: one of them loses its overlap",
-        "use one of them",
-        VALIDATE,
-    ),
+    *map(trap, ("fsdp-tensor",)),
     Rule(
         "checkpoint-shifted",
         WRONG,
@@ -354,15 +310,7 @@ RULES = (
         "keep one kind",
         VALIDATE,
     ),
-    Rule(
-        "save-interval",
-        FAIL,
-        "save",
-        lambda a, m: a.said("save") and not a.save_interval,
-        "--save without --save-interval",
-        "add it",
-        VALIDATE,
-    ),
+    *map(trap, ("save-interval",)),
     Rule(
         "data-sources",
         FAIL,
