@@ -638,6 +638,8 @@ def test_a_condition_in_a_round_of_which_nobody_knows_is_no_choice_of_the_script
     arms = "a) ARGS+=(--hidden-dropout 0);; b) ARGS+=(--qk-layernorm);;"
     found = lint(FORKED.format(f"while read x; do case $x in {arms} esac; done < file"))
     assert not found.forks and describe.told(found)["dropout"] == "hidden ?, attention 0.1 (default)"
+    retried = "while [ ! -f x ]; do if [ $X = 1 ]; then ARGS+=(--hidden-dropout 0); fi; done"
+    assert "? (0 if $X = 1, else 0.1" in describe.told(lint(FORKED.format(retried)))["dropout"]
     asked = "for i in 1 2; do X=$(next); if [ $X = 1 ]; then ARGS+=(--rotary-base $i); fi; done"
     assert len(lint(FORKED.format(asked)).forks) == 2
 

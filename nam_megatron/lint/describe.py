@@ -140,7 +140,7 @@ def _written(report: "Report", name: str, flag: str = "") -> str:
 def _merged(pieces: list[str], forks: list[list[tuple[str, list[str]]]]) -> list[str]:
     """A row with what each piece may be. pieces: of the row with open what conditions decide; forks: what it is by the ways of each."""
     deciding = [may for may in forks if any(cut != pieces for _, cut in may)]
-    if len(deciding) == 1 and pieces == ["?"]:
+    if len(deciding) == 1:
         pieces = deciding[0][0][1]
     if any(len(cut) != len(pieces) for may in deciding for _, cut in may):
         return [_either([(on, "".join(cut)) for on, cut in deciding[0]]) if len(deciding) == 1 else "?"]
@@ -461,8 +461,12 @@ def _norms(a: Args, m: Model) -> str:
 
 def _activation(a: Args, m: Model) -> str:
     default = "" if a.any_said("swiglu", "squared_relu", "quick_geglu") else " (default)"
-    gate, bias = "gated" if m.gated else "not gated", "linear bias" if a.add_bias_linear else "no linear bias"
-    return f"{m.activation}{default}, {gate}, {bias}"
+    pieces: tuple[Callable[[], str], ...] = (
+        lambda: f"{m.activation}{default}",
+        lambda: "gated" if m.gated else "not gated",
+        lambda: "linear bias" if a.add_bias_linear else "no linear bias",
+    )  # each of which another condition may decide
+    return ", ".join(known(piece, "?") if a.hanging and not a.elsewhere else piece() for piece in pieces)
 
 
 def _experts(a: Args, m: Model) -> str | None:

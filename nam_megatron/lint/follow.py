@@ -298,7 +298,7 @@ class Follower:
                     self.put(name, hole(name))
 
     def round(self, node: Loop, number: int | None) -> None:
-        """One round of a loop; of None nobody knows which, so that a condition in it is no choice of the whole script's."""
+        """One round of a loop; of None nobody knows which."""
         place, self.place = self.place, (*self.place, number)
         self.nodes(node.body)
         self.place = place
@@ -494,7 +494,9 @@ class Follower:
         changes = (
             (after.variables, after.env) != (before.variables, before.env) or after.forks for after, _, _ in ends
         )
-        if not starts and None not in self.place and any(changes) and ways not in before.forks:
+        # In a round of which nobody knows a condition on what the script sets may go both ways.
+        loose = None in self.place and any(name.endswith(f" {self.place}") for arm in ways for name in arm.decided)
+        if not starts and not loose and any(changes) and ways not in before.forks:
             before.forks.append(ways)
         for name in ends[0][0].variables if one_is else ():
             values = [after.variables.get(name) for after, _, _ in ends]
@@ -505,7 +507,7 @@ class Follower:
             self.functions |= functions
             self.given = given if given == self.given else UNKNOWN
             for name in dict.fromkeys((*before.variables, *after.variables)):
-                self.unsettle(name, after.variables.get(name), line)
+                self.unsettle(name, after.variables.get(name), line, loose)
             for name in after.env.keys() - before.env.keys():
                 before.env[name] = hole(name)
 
@@ -531,16 +533,14 @@ class Follower:
             actual.spent, self.run = self.run.spent, actual
             self.functions, self.given, self.called = functions, given, called
 
-    def unsettle(self, name: str, after: str | list[str] | None, line: int) -> None:
+    def unsettle(self, name: str, after: str | list[str] | None, line: int, loose: bool) -> None:
         """A variable that a branch may have changed to `after`. Flags that it would append are noted, and left out."""
         value = self.run.variables.get(name)
         if value == after or value == hole(name):
             return
         more = _appended_to(value, after)
         flags = [f for f in more or () if f.startswith("--")]
-        self.run.appended |= dict.fromkeys(flags, None in self.place) | {
-            f: True for f in flags if self.run.appended.get(f)
-        }
+        self.run.appended |= dict.fromkeys(flags, loose) | {f: True for f in flags if self.run.appended.get(f)}
         if more is None:
             self.put(name, hole(name))
         elif flags := [f for f in more if f.startswith("--") and f not in self.flags_of_everything()]:
@@ -587,6 +587,9 @@ class Follower:
         if fields and fields[0] in PRINTS:
             self.run.printed.append((tuple(fields[1:]), {**self.run.env, **prefix}))
             return
+        if fields[:1] in (["read"], ["mapfile"], ["readarray"]):
+            for name in filter(str.isidentifier, fields[1:]):
+                self.put(name, hole(name))
         if fields[:1] == ["unset"]:
             for name in fields[1:]:
                 if "[" in name:
