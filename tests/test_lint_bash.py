@@ -34,6 +34,7 @@ SCRIPTS = [
     'f() { RUN 4 "$@"; }; f --num-layers 8',
     'f() { RUN $1; }; f 4; ',
     'X=4; (false) && X=5; RUN $X',
+    '(exit 3) && X=4 || X=5; RUN $X',
     'X=4; { true; [ 1 = 2 ]; } && X=5; RUN $X',
     'X=4; true | false || X=5; RUN $X',
     'X=4; f() { X=5; }; unset -f f; f; RUN $X',
@@ -561,6 +562,23 @@ def main(args):
     assert said in describe.told(found)["said"]
 
 
+def test_a_name_of_python_that_a_function_sets_outside_itself_is_open():
+    """Another's second value was told as its first, and the words that a name may hold as a switch's value."""
+    text = f"""import os, subprocess
+LONG = False
+def main():
+    global LONG
+    LONG = True
+main()
+extra = os.environ.get("EXTRA", "").split()
+cmd = ["torchrun", "pretrain_gpt.py", *"{WHOLE}".split(), "--train-samples", str(9 if LONG else 5), "--qk-layernorm"]
+cmd += extra or ["--apply-layernorm-1p"]
+subprocess.run(cmd)
+"""
+    said = describe.told(lint(text, "t.py"))["said"]
+    assert "--train-samples $(9 if LONG else 5), --qk-layernorm, ? (no --apply-layernorm-1p if extra" in said
+
+
 def test_a_condition_of_python_on_which_no_flag_hangs_is_not_read_for():
     """Of a program of two thousand lines each of its conditions was, for minutes."""
     other = "\n".join(f"    if args.x{i}:\n        y = {i}" for i in range(99))
@@ -648,6 +666,26 @@ def test_what_an_eval_or_the_arguments_may_set_is_said():
     assert any("may set what is used here: eval $X=4" in n for n in lint(FORKED.format('eval "$X=4"')).launch.notes)
     options = 'while getopts "a" o; do ARGS+=(--qk-layernorm); done'
     assert "called without arguments, which may say otherwise: $@" in lint(FORKED.format(options)).launch.notes[0]
+
+
+def test_a_loop_of_nobody_knows_how_many_rounds_may_have_none():
+    open_, said = (
+        lint(FORKED.format(f"for i in {words}; do ARGS+=(--hidden-dropout 0.5); done")) for words in ("$X", "a $X")
+    )
+    assert open_.open == ("--hidden-dropout (one of many conditions)",)
+    assert describe.told(said)["dropout"].startswith("hidden 0.5")
+
+
+def test_an_argument_that_a_branch_gives_hangs_on_its_condition():
+    asked = 'if [ "$X" = 1 ]; then set -- "$@" --hidden-dropout 0.5; fi\nARGS+=("$@")'
+    assert lint(FORKED.format(asked)).open == ("--hidden-dropout ($X = 1)",)
+
+
+@pytest.mark.parametrize("calls", ['f() { "$@" || f "$@"; }', "f() { g; }; g() { f; }"])
+def test_how_a_function_ends_that_ends_as_itself_is_not_known(calls):
+    """The whole script was nested too deep."""
+    found = lint(FORKED.format(f"{calls}; f nvidia-smi && ARGS+=(--hidden-dropout 0.5)"))
+    assert found.open == ("--hidden-dropout (f nvidia-smi)",)
 
 
 def test_functions_that_call_one_another_in_every_branch_are_no_launch():

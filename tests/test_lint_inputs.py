@@ -927,6 +927,10 @@ def test_flags_that_a_script_sets_and_forgets_are_told():
     text = "A='--num-layers 2 --swiglu'\nMOE=(\n--num-experts 8\n--moe-router-topk 2\n)\ntorchrun pretrain_gpt.py --lr 1 $A"
     told = "`MOE` is handed on to nothing here, nor what stands in it: --num-experts, --moe-router-topk"
     assert [told in lint(f"{text}{more}").launch.notes for more in ("", " ${MOE[@]}")] == [True, False]
+    exported = text.replace("(\n", "'").replace("\n)", "'").replace("MOE", "export MOE")
+    assert told not in lint(exported).launch.notes
+    for hands in ("X=MOE; echo ${!X}", "declare -n X=MOE", ". ./models.sh"):
+        assert told not in lint(f"{hands}\n{text}").launch.notes
 
 
 def test_cards_are_those_of_our_presets():

@@ -59,6 +59,7 @@ PLAIN = re.compile(r"(! )?(-[nz] )?V( (=|==|!=|-eq|-ne|-gt|-ge|-lt|-le) \S+( or 
 TESTS = ("[", "[[", "test")
 NESTED = 8  # scripts in scripts, and calls in calls
 ROUNDS = 256  # of one loop
+UNREAD = "not read, and it may set what is used here"
 LARGEST = 1_000_000  # bytes of a file that a script sources
 PRINTS = {"echo", "printf"}
 CHANGING = re.compile(r"\+\+|--|<<=|>>=|(?<![<>=!])=(?!=)")  # what sets a variable within `(( ))`
@@ -282,10 +283,14 @@ class Follower:
         if "shift" in first and self.given.words:
             self.given = UNKNOWN
         before = dict(self.run.variables)
+        # One of words that nobody knows may have no round; a `while` is taken to have one.
+        sure = node.words is None or any(not holes(f) for w in node.words for f in self.fields(w))
         self.round(node, None)
         if not (node.condition and _forever(node.condition)):  # which ends in its first round, as far as one can see
             for name, after in list(self.run.variables.items()):
                 old, open_ = before.get(name), hole(f"{name} of a loop")
+                if not sure:
+                    self.run.appended |= {f: True for f in _appended_to(old or [], after) or () if f.startswith("--")}
                 if isinstance(after, list) and _appended_to(old or [], after):
                     self.put(name, [*after, open_])
                 elif (
@@ -439,7 +444,12 @@ class Follower:
             return self.status(body[-1])
         if not _tests(node):
             self.node(node)
-            return None if isinstance(node, Command) and node.words and self.asks(node.words[0]) else True
+            if not isinstance(node, Command) or not node.words:
+                return True
+            words = [w.literal or "" for w in node.words]
+            if words[0] == "exit" and len(words) == 2 and words[1].isdecimal():
+                return int(words[1]) == 0
+            return None if self.asks(node.words[0]) else True
         tokens = [w for w in node.words if w.kind == "word"]
         double = tokens[0].literal == "[[" or tokens[-1].literal == "]]"
         tokens = tokens[tokens[0].literal in TESTS : len(tokens) - (tokens[-1].literal in ("]", "]]"))]
@@ -448,12 +458,14 @@ class Follower:
             words[-1] = self.pattern(tokens[-1]) if double else glob.escape(words[-1])
         return self.test(words)
 
-    def asks(self, token: Token) -> bool:
-        """Whether a command's end says what only the host knows, whether a number is 0, or what a function found."""
-        if function := self.functions.get(token.literal or ""):
+    def asks(self, token: Token, within: frozenset[str] = frozenset()) -> bool:
+        """Whether a command's end says what only the host knows, whether a number is 0, or what a function found. within: functions."""
+        if (name := token.literal or "") in within:
+            return True
+        if function := self.functions.get(name):
             *_, last = [None, *(node for node in _commands([function.body]) if node.words)]
             returns = any(w == "return" for w in _first_words([function.body]))
-            return returns or (last is not None and (_tests(last) or self.asks(last.words[0])))
+            return returns or (last is not None and (_tests(last) or self.asks(last.words[0], within | {name})))
         return token.literal in ASKS or any(part.kind == "let" for part in token.parts)
 
     def test(self, words: list[str]) -> bool | None:
@@ -492,7 +504,8 @@ class Follower:
         before, ends = self.run, [self.supposed(arm) for arm in arms]
         starts = any(_starts(after.commands) for after, _, _ in ends)
         changes = (
-            (after.variables, after.env) != (before.variables, before.env) or after.forks for after, _, _ in ends
+            (after.variables, after.env, given) != (before.variables, before.env, self.given) or after.forks
+            for after, _, given in ends
         )
         # In a round of which nobody knows a condition on what the script sets may go both ways.
         loose = None in self.place and any(name.endswith(f" {self.place}") for arm in ways for name in arm.decided)
@@ -627,7 +640,7 @@ class Follower:
         if fields[:1] in (["source"], ["."]) and len(fields) > 1:
             return self.sourced(fields[1])
         if fields[:1] == ["eval"] and re.match(rf"\w*{OPEN}[^{CLOSE}]*{CLOSE}\w*\+?=", " ".join(fields[1:])):
-            self.run.notes.append(f"not read, and it may set what is used here: {shown(' '.join(fields))}")
+            self.run.notes.append(f"{UNREAD}: {shown(' '.join(fields))}")
             return None
         if fields[:1] == ["eval"]:
             return self.nested(" ".join(fields[1:]), shell=False)
@@ -655,7 +668,7 @@ class Follower:
         except (OSError, UnicodeDecodeError):
             text = None
         if text is None:
-            self.run.notes.append(f"not read, and it may set what is used here: {shown(word)}")
+            self.run.notes.append(f"{UNREAD}: {shown(word)}")
         else:
             self.nested(text, shell=False)
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -117,9 +117,8 @@ class Used(ast.NodeTransformer):
     def visit_Module(self, node: ast.Module | Function) -> ast.AST:
         self.generic_visit(node)
         asked = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
-        shared = {name for n in ast.walk(node) if isinstance(n, ast.Global | ast.Nonlocal) for name in n.names}
         if not asked & {"locals", "globals", "vars", "eval"}:
-            _drop(node, asked | shared)
+            _drop(node, asked | _outer(node))
         return node
 
     visit_FunctionDef = visit_AsyncFunctionDef = visit_Module
@@ -191,6 +190,11 @@ class Walk:
     depth: int = field(default=0, init=False)
     followed: int = field(default=0, init=False)
     forks: list[Fork] = field(default_factory=list, init=False)
+
+    @cached_property
+    def shared(self) -> set[str]:
+        """Names that a function gives to those outside it, who knows when."""
+        return {name for function in self.functions.values() for name in _outer(function)}
 
     def expression(self, node: ast.expr, on: str | None) -> None:
         raise NotImplementedError
@@ -276,13 +280,13 @@ class Walk:
                 case ast.Assign(targets=targets, value=value):
                     for target in targets:
                         self.assign(target, value, on)
-                    loose -= {target.id for target in targets if isinstance(target, ast.Name)}
+                    loose -= {target.id for target in targets if isinstance(target, ast.Name)} - self.shared
                 case ast.AnnAssign(target=target, value=ast.expr() as value):
                     self.assign(target, value, on)
-                    loose -= {getattr(target, "id", "")}
+                    loose -= {getattr(target, "id", "")} - self.shared
                 case ast.AugAssign(target=target, op=op, value=value):
                     self.augment(target, op, value, on)
-                    loose -= {getattr(target, "id", "")}
+                    loose -= {getattr(target, "id", "")} - self.shared
                 case ast.Expr(value=ast.Constant()):  # a docstring
                     continue
                 case ast.Expr(value=value):
@@ -540,8 +544,7 @@ def _constants(tree: ast.Module) -> dict[str, Any]:
                 names[name] |= {key: hole(f"{name}.{key}") for key in names[name] if key in stored}
             case _:
                 names |= _holes(bound([node]))
-    outer = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
-    outer |= {
+    outer = _outer(tree) | {
         name for node in ast.walk(tree) if isinstance(node, Function) for one in node.body for name in _filled_in(one)
     }
     return names | _holes(outer)
@@ -626,6 +629,11 @@ def _either(name: str, held: dict[Any, Any], now: Any) -> Any:
         return hole(name)
     alike = {key for key in held if key in now and held[key] == now[key]}
     return type(held)({key: held[key] if key in alike else hole(f"{name}.{key}") for key in held | now})
+
+
+def _outer(node: ast.AST) -> set[str]:
+    """Names that functions within set outside themselves."""
+    return {name for n in ast.walk(node) if isinstance(n, ast.Global | ast.Nonlocal) for name in n.names}
 
 
 def _several(tree: ast.Module) -> set[str]:
@@ -1010,7 +1018,9 @@ class Strings(Walk):
                     self.nodes(rest, on, listed)
                 elif _says([first]) or not truth:
                     self.node(first, on, listed)
-                else:  # any words
+                elif self.asks(on):  # any words, of which none is that flag's value
+                    self.changed.append(f"`{_brief(node)}` (line {node.lineno})")
+                else:
                     self.sink(on).append(hole(_brief(first)))
             case ast.BoolOp(op=op, values=[first, *rest]) if _says([node]):
                 self.forked(first, on)

@@ -51,6 +51,7 @@ NODES = re.compile("node|world_size|gpu|nproc", re.IGNORECASE)  # variables that
 ENVIRONMENT = re.compile(r"env(ironment)?(_?va?rs?)?", re.IGNORECASE)
 # The first line of a YAML or JSON: `key:`, `- item`, `---`, an opening bracket that is no test of a shell's.
 YAML = re.compile(r"""(-\s+)?["']?[\w.-]+["']?\s*:(\s|$)|-\s|---$|[{\[]\s*(["'\]}]|$)|\{\s*[\w.-]+\s*:""")
+INDIRECT = re.compile(r"\$\{!|\b(declare|local|typeset)\s+-n\b")  # a variable by a name that another holds
 TEST = re.compile(r"\[\s.*\s\]\s*(&&|\|\||;)")  # of a shell
 # Of the number of nodes, in NVIDIA's examples; or GPUs that the script is called with.
 TO_CHANGE = re.compile(
@@ -275,9 +276,10 @@ def _shell(text: str, target: Target, name: str, decided: Mapping[str, bool]) ->
         words = next(filter(None, map(_held, held)), [])
         launcher, script, env = (), None, run.env
         notes.append("no command here has Megatron's flags: those that variables hold are taken, in their order")
-    for name, value in run.variables.items():
+    hidden = INDIRECT.search(text) or any(note.startswith(follow.UNREAD) for note in run.notes)
+    for name, value in run.variables.items() if not hidden else ():
         lacks = [w for w in _words(value) if _is_flag(w, target) and w not in words]
-        if lacks and not re.search(rf"\$\{{?[#!]?{name}\b", text):
+        if lacks and name not in run.env and not re.search(rf"\$\{{?#?{name}\b", text):
             notes.append(f"`{name}` is handed on to nothing here, nor what stands in it: {', '.join(lacks)}")
     if not _flags(words, target):
         return made
