@@ -206,9 +206,8 @@ def _key(inputs: Sequence[Source], contents: Sequence[str], gone: Sequence[str],
     kinds = ("tree, each end of a line as it is" if s.kind == "tree" else s.kind for s in inputs)
     read: list[Any] = [[k, s.field, s.suffixes, c] for k, s, c in zip(kinds, inputs, contents, strict=True)]
     decisive = [read, made_with, options.valid_share, options.duplicates, sources.PIECE]
-    if further := tokenizer.ends(options.tokenizer, tokenizer.load(options.tokenizer))[
-        1:
-    ]:  # they may stand in other files
+    _, *further = tokenizer.ends(options.tokenizer, tokenizer.load(options.tokenizer))
+    if further:  # they may stand in other files than those that `made_with` has
         decisive.append(further)
     if options.skip:
         decisive.append([gone, [s.skip for s in inputs]])

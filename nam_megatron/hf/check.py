@@ -36,9 +36,8 @@ from nam_megatron.runtime import checksums
 COSINE, KL, RELATIVE = 0.9999, 1e-3, 1e-5
 # Of the worst position in bf16, which a median does not see: 0.9997 has been measured, and 0.96 where Megatron's own DSA chose otherwise.
 LEAST = 0.9
-PIECE = (
-    2**25
-)  # logits that are compared at a time: of a long window and a large vocabulary a copy in fp64 is tens of GB
+# Logits that are compared at a time: of a long window and a large vocabulary a copy in fp64 is tens of GB.
+PIECE = 2**25
 # Of one layer's choices that a rounding may turn.
 OTHERWISE = 0.05
 
