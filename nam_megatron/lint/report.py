@@ -28,8 +28,8 @@ def lines(report: Report, width: int = 110) -> Iterator[Line]:
     yield [(f"{_printable(report.name)}: ", ""), (_printable(_headline(report)), "bold")]
     yield []
     rows = list(describe.told(report).items())
-    if report.args.elsewhere and (unsaid := [label for label, text in rows if text == "?"]):
-        rows = [*(row for row in rows if row[1] != "?"), ("not said", ", ".join(unsaid))]
+    if report.args.elsewhere and (untold := [label for label, text in rows if text == "?"]):
+        rows = [*(row for row in rows if row[1] != "?"), ("not told", ", ".join(untold))]
     for label, text in rows:
         hang = 21 if label == "layers" else 0
         for i, line in enumerate(line for part in text.splitlines() for line in _wrap(part, width - 13, hang)):
