@@ -779,3 +779,36 @@ def test_a_script_that_takes_many_steps_is_read_less_often():
     assert (
         len(lint(FORKED.format(f"for i in {{1..200}}; do for j in {{1..50}}; do K=$i; done; done\n{asked}")).forks) < 5
     )
+
+
+@pytest.mark.parametrize(
+    "one, other, label, said",
+    [
+        ("--data-path a", "--data-path b", "also", "--data-path ? or none"),
+        ("--load a", "--load b", "start", "normal, std 0.02 (default); weights ?"),
+        ("--recompute-granularity full", "--recompute-granularity full", "layout", "data 8, recompute ?"),
+        ("--num-experts 8", "--num-experts 4", "layout", "data 8, expert ?, expert tensor ?"),
+        ("--use-megatron-fsdp", "--use-megatron-fsdp", "layout", "data 8, Megatron-FSDP ?"),
+        ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 4", "embedding", "? rows"),
+        (
+            "--tensor-model-parallel-size 2",
+            "--tensor-model-parallel-size 4",
+            "layout",
+            "tensor ?, pipeline 1, context 1, data ?",
+        ),
+    ],
+)
+def test_what_two_conditions_decide_is_open_and_never_said_or_left_out(one, other, label, said):
+    """Each way took what the other decides for given, or left it out, and both ways agreed."""
+    text = (
+        f"ARGS=({WHOLE.removesuffix(' --data-path x')})\n[ $X = 1 ] && ARGS+=({one})\n[ $Y = 1 ] && ARGS+=({other})\n"
+    )
+    assert said in describe.told(lint(f"{text}torchrun --nproc-per-node 8 pretrain_gpt.py ${{ARGS[@]}}"))[label]
+
+
+@pytest.mark.parametrize("flag", ["--mock-data", "--kv-lora-rank 16", "--moe-router-topk 2"])
+def test_a_trap_that_a_condition_may_spare_is_none_whatever_else_is_asked(flag):
+    """The ways of the next condition took the flag for given, each of them."""
+    asked = f"[ $X = 1 ] && ARGS+=({flag}); [ $Y = 1 ] && ARGS+=(--qk-layernorm)"
+    found = lint(FORKED.format(asked)).findings
+    assert not [f for f in found if flag.split()[0] in f.flag] and "default-bias" in [f.id for f in found]

@@ -17,7 +17,7 @@ from nam_megatron.lint.read import Launch, read, stored
 from nam_megatron.lint.rules import Finding, check
 from nam_megatron.lint.rules.parser import left_open, own
 from nam_megatron.lint.rules.rule import without
-from nam_megatron.lint.values import Args
+from nam_megatron.lint.values import Args, Open
 from nam_megatron.targets import Target, current
 
 MOST = 48  # readings of one text
@@ -89,7 +89,7 @@ class Readings:
     target: Target
     left: int
 
-    def report(self, read_: "Reading", others: Mapping[str, tuple[str, ...]] | None = None) -> Report:
+    def report(self, read_: "Reading", others: Mapping[str, Open] | None = None) -> Report:
         """others: arguments that hang on what is asked beside this."""
         launch, beside, hanging = read_.launch, {**read_.left, **(others or {})}, [_hanging([w]) for w in read_.forks]
         forks = []
@@ -159,14 +159,14 @@ class Reading:
     cut: bool = False
 
     @cached_property
-    def left(self) -> dict[str, tuple[str, ...]]:
+    def left(self) -> dict[str, Open]:
         """Arguments whose flags stand in branches of forks that are not read for."""
         words = (word for word, apart in self.launch.perhaps.items() if apart or self.cut)
         flags = [flag for word in words if (flag := self.launch.target.by_name(word.partition("=")[0]))]
-        return {f.dest: ("one of many conditions",) for f in flags if f.dest not in self.hanging}
+        return {f.dest: Open(("one of many conditions",), True) for f in flags if f.dest not in self.hanging}
 
     @cached_property
-    def hanging(self) -> dict[str, tuple[str, ...]]:
+    def hanging(self) -> dict[str, Open]:
         told = dict(Args(self.launch).open_values())
         return {name: on for name, on in _hanging(self.forks).items() if name not in told}
 
@@ -180,12 +180,14 @@ def _about(f: Finding) -> tuple[str, str]:
     return f.id, f.flag if f.flag.startswith(without("")) else f.flag.split()[0]
 
 
-def _hanging(forks: Iterable[tuple[tuple[str, Reading], ...]]) -> dict[str, tuple[str, ...]]:
+def _hanging(forks: Iterable[tuple[tuple[str, Reading], ...]]) -> dict[str, Open]:
     """Arguments that are one or another by which way a fork goes, and what it asks."""
-    found: dict[str, tuple[str, ...]] = {}
+    found: dict[str, Open] = {}
     for ways in forks:
         given = [way.args for _, way in ways]
         for name in dict.fromkeys(name for args in given for name in args.given):
             if len({repr(args.given.get(name, [("", None, "")])[-1][1]) for args in given}) > 1:
-                found[name] = (*found.get(name, ()), *(label for label, _ in ways[:-1]))
+                before = found.get(name, Open(()))
+                lacking = not all(args.sure(name) for args in given) or before.lacking
+                found[name] = Open((*before.names, *(label for label, _ in ways[:-1])), lacking)
     return found

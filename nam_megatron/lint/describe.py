@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from nam_megatron.blocks.mamba2.read import SIZES
 from nam_megatron.errors import counted
-from nam_megatron.lint.model import ATTENTION, SYMBOLS, TITLES, Model, known
+from nam_megatron.lint.model import ATTENTION, SYMBOLS, TITLES, Model, known, lacks
 from nam_megatron.lint.rules.companions import idle
 from nam_megatron.lint.rules.parser import ALIASES, IDLE, MEASURES, OLD, incomplete, left_open, own
-from nam_megatron.lint.values import Args, NotKnown, Open
+from nam_megatron.lint.values import Args, Hangs, NotKnown, Open
 
 if TYPE_CHECKING:
     from nam_megatron.lint import Report
@@ -68,7 +68,7 @@ def rows(a: Args, m: Model, written: Callable[[str], str] | None = None) -> Iter
     written = written or a.written
 
     def unsaid(label: str) -> bool:
-        return label in ROWS and not a.any_said(*ROWS[label].split())
+        return label in ROWS and not a.sure(*ROWS[label].split())
 
     def row(label: str, text: Callable[[], str | None]) -> Iterator[tuple[str, str]]:
         found = known(text, "?")
@@ -104,7 +104,7 @@ def rows(a: Args, m: Model, written: Callable[[str], str] | None = None) -> Iter
     yield from row("start", lambda: _start(a))
     yield from row(
         "also",
-        lambda: ", ".join(written(n) if n in a.hanging else _cut(a.written(n)) for n in ALSO if a.said(n)) or None,
+        lambda: ", ".join(written(n) if n in a.hanging else _cut(a.written(n)) for n in ALSO if n in a.given) or None,
     )
     if not m.described:
         yield from row("layout", lambda: _layout(a, m))
@@ -134,7 +134,9 @@ def _written(report: "Report", name: str, flag: str = "") -> str:
     flag = flag or re.split("[ =]", a.written(name))[0]
     may = [[(on, _written(way, name, flag)) for on, way in ways] for ways in report.forks]
     deciding = [one for one in may if len({text for _, text in one}) > 1]
-    return _either(deciding[0]) if deciding else a.written(name) if a.said(name) else f"no {flag}"
+    if deciding:
+        return _either(deciding[0])
+    return f"no {flag}" if name not in a.given else a.written(name) if a.sure(name) else f"{a.written(name)} or none"
 
 
 def _merged(pieces: list[str], forks: list[list[tuple[str, list[str]]]]) -> list[str]:
@@ -198,10 +200,10 @@ def notes(a: Args, m: Model) -> Iterator[str]:
         yield f"no flags of Megatron {a.target.pin}: {', '.join(a.foreign[:8])}{more}; {whose}: of no flag is said that it lacks"
     if a.of_no_training:
         yield f"{a.launch.script} is given neither layers nor a batch nor a length: what is not said here is left to it"
-    if unread := [a.written(name) for name in IDLE if a.said(name)]:
+    if unread := [a.written(name) for name in a.sure(*IDLE)]:
         yield f"read, and of no effect in this Megatron: {', '.join(unread)}"
     names = dict.fromkeys(ALIASES, "") | {name: f" ({hint})" for name, hint in OLD.items()}
-    if old := [a.written(name) + hint for name, hint in names.items() if a.said(name) and not a.switched_off(name)]:
+    if old := [a.written(name) + hint for name, hint in names.items() if a.sure(name) and not a.switched_off(name)]:
         yield f"deprecated, and read as before in this Megatron: {', '.join(old)}"
     if without := [found.replace("\t", " ") for found in idle(a, m, "noted")]:
         yield f"of no effect here: {', '.join(without)}"
@@ -333,7 +335,7 @@ def _mtp(a: Args, m: Model) -> str | None:
 def _parameters(a: Args, m: Model) -> str:
     """Exact; without the embeddings where the tokenizer decides how many rows they have."""
     rest = ""
-    if known(lambda: m.vocabulary) is None:
+    if lacks(lambda: m.vocabulary) is None:
         embeddings = "two embeddings" if a.untie_embeddings_and_output_weights else "one embedding"
         rest = f" and {embeddings} of as many rows as the tokenizer has entries"
     elif m.vocabulary_is_the_tokenizers:
@@ -508,7 +510,10 @@ def _mamba(a: Args, m: Model) -> str | None:
 
 def _embedding(a: Args, m: Model) -> str:
     tied = "untied" if a.untie_embeddings_and_output_weights else "tied to the output (default)"
-    rows_ = known(lambda: f"{m.vocabulary:,} rows", "rows as the tokenizer has entries")
+    try:
+        rows_ = lacks(lambda: f"{m.vocabulary:,} rows", "rows as the tokenizer has entries")
+    except Hangs:
+        rows_ = "? rows"
     return f"{rows_}, {tied}"
 
 
@@ -556,8 +561,10 @@ def _schedule(a: Args) -> str:
 def _start(a: Args) -> str:
     std = "Xavier uniform" if a.init_method_xavier_uniform else f"normal, std {_v(a, 'init_method_std')}"
     embedding = "" if a.embedding_init_method_std is None else f", embeddings {a.embedding_init_method_std}"
-    source = next((f"; weights of {a.written(n)}" for n in ("load", "pretrained_checkpoint") if a.said(n)), "")
-    return f"{std}{embedding}{source}"
+    source = next((n for n in ("load", "pretrained_checkpoint") if n in a.given), None)
+    if source:
+        return f"{std}{embedding}; weights {f'of {a.written(source)}' if a.sure(source) else '?'}"
+    return f"{std}{embedding}"
 
 
 def _layout(a: Args, m: Model) -> str:
@@ -570,16 +577,30 @@ def _layout(a: Args, m: Model) -> str:
     def size(name: str, of: Callable[[], int]) -> str:
         return f"{name} {known(of, '?')}"
 
-    sequence = " + sequence" if known(lambda: m.sequence_parallel) else ""
-    words = [size("tensor", lambda: m.tp) + sequence, size("pipeline", lambda: m.pp), size("context", lambda: m.cp)]
-    if data_parallel := known(lambda: m.dp):
-        words.append(f"data {data_parallel}")
-    if known(lambda: m.moe, a.said("expert_model_parallel_size")):
-        words += [size("expert", lambda: m.ep), size("expert tensor", lambda: m.etp)]
-    sharding = known(lambda: "Megatron-FSDP" if a.use_megatron_fsdp else "torch FSDP2" if a.use_torch_fsdp2 else None)
-    recompute, graphs = known(lambda: m.recompute), known(lambda: m.graphs, "none")
-    more = (sharding, recompute and f"recompute {recompute}", f"CUDA graphs {graphs}" if graphs != "none" else None)
-    return on + ", ".join([*words, *filter(None, more)])
+    def piece(name: str, of: Callable[[], object]) -> list[str]:
+        """Nothing where there is none of it; `?` where a condition decides that."""
+        try:
+            found = lacks(of)
+        except Hangs:
+            found = "?"
+        return [name if found is True else f"{name} {found}"] if found else []
+
+    def experts() -> bool:
+        return lacks(lambda: m.moe, bool(a.sure("expert_model_parallel_size")))
+
+    words = [
+        " ".join([size("tensor", lambda: m.tp), *piece("+ sequence", lambda: m.sequence_parallel)]),
+        size("pipeline", lambda: m.pp),
+        size("context", lambda: m.cp),
+        *piece("data", lambda: m.dp),
+        *piece("expert", lambda: experts() and known(lambda: str(m.ep), "?")),
+        *piece("expert tensor", lambda: experts() and known(lambda: str(m.etp), "?")),
+        *piece("Megatron-FSDP", lambda: a.use_megatron_fsdp),
+        *piece("torch FSDP2", lambda: a.use_torch_fsdp2),
+        *piece("recompute", lambda: m.recompute),
+        *piece("CUDA graphs", lambda: m.graphs.removeprefix("none")),
+    ]
+    return on + ", ".join(words)
 
 
 def _batch(a: Args, m: Model) -> str:

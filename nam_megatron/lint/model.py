@@ -14,7 +14,7 @@ from typing import Any
 from nam_megatron.blocks.kinds import KINDS, LETTERS
 from nam_megatron.features.yarn import FIXED
 from nam_megatron.lint.count import READS, Count, count, facet
-from nam_megatron.lint.values import Args, NotKnown
+from nam_megatron.lint.values import Args, Hangs, NotKnown
 
 # Megatron's own kinds. Elsewhere attention need not be grouped.
 SYMBOLS = {block.symbol: kind for kind, block in KINDS.items() if block.stock}
@@ -370,7 +370,7 @@ class Model:
         plain |= {
             "hidden_size": self.need("hidden_size"), "heads": self.heads, "groups": self.groups, "head_dim": self.head_dim,
             "ffn": self.ffn, "moe_ffn": self.moe_ffn, "gated": self.gated, "experts": a.num_experts or 0,
-            "mamba_heads": self.mamba_heads, "vocabulary": known(lambda: self.vocabulary, 0),
+            "mamba_heads": self.mamba_heads, "vocabulary": lacks(lambda: self.vocabulary, 0),
             "plain_query": self.plain_query, "tied": not a.untie_embeddings_and_output_weights,
             "learned_positions": self.need("max_position_embeddings") if self.positions == "learned_absolute" else 0,
         }  # fmt: skip
@@ -589,5 +589,15 @@ def known(function: Callable[[], Any], otherwise: Any = None) -> Any:
     """`function()`, or `otherwise` where that hangs on a value that is not known."""
     try:
         return function()
+    except NotKnown:
+        return otherwise
+
+
+def lacks(function: Callable[[], Any], otherwise: Any = None) -> Any:
+    """`function()`, or `otherwise` where the launch lacks what it asks for; raises what hangs on a condition."""
+    try:
+        return function()
+    except Hangs:
+        raise
     except NotKnown:
         return otherwise

@@ -170,7 +170,7 @@ def _missing(a: Args, name: str) -> str:
     flag = a.target.by_dest.get(name)
     if flag is None:
         return f"`python -m nam_megatron.lint {a.launch.name}` says what is open"
-    if a.said(name):
+    if name in a.given:
         open_ = a.value(name)
         names = ", ".join(open_.names) if isinstance(open_, Open) else ""
         return f"put a value in for `{a.written(name)}`{f' ({names})' if names else ''}"
@@ -388,7 +388,7 @@ def _wanted(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
     lost += [f"{flag}: of the training script, not of Megatron's parser" for flag in dict.fromkeys(a.script_flags)]
     lost += [f"{flag}: what it names is not read" for flag in m.from_elsewhere]
     lost += a.launch.unsaid
-    if a.said("rampup_batch_size"):
+    if "rampup_batch_size" in a.given:
         lost.append(
             f"{a.written('rampup_batch_size')}: Megatron 0.19.2 ignores it; every step has the whole batch, as in the recipe"
         )
@@ -453,7 +453,7 @@ OF_MODELS = ("yarn", "llama_rope", "mtp")
 
 def _model_alone(a: Args) -> bool:
     """Whether a launch describes a model and no training."""
-    return not a.any_said("micro_batch_size", "global_batch_size", "lr", "train_iters", "train_samples")
+    return a.given.keys().isdisjoint(("micro_batch_size", "global_batch_size", "lr", "train_iters", "train_samples"))
 
 
 def _sequence(a: Args, m: Model, lost: list[str]) -> int | str:
@@ -501,7 +501,7 @@ def _model(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
         "normalization": a.normalization, "norm_epsilon": a.layernorm_epsilon,
         "zero_centered_norms": a.layernorm_zero_centered_gamma, "linear_bias": a.add_bias_linear,
         **_activation(a, m), "hidden_dropout": a.hidden_dropout, "attention_dropout": a.attention_dropout, "rotary_base": a.rotary_base,
-        "init_std": UNSAID if m.described and not a.said("init_method_std") else a.init_method_std,
+        "init_std": UNSAID if m.described and "init_method_std" not in a.given else a.init_method_std,
         "letters": kinds, "substitute": substitute, "blocks": _blocks(m, lost),
     }  # fmt: skip
 
@@ -741,7 +741,7 @@ def _compare(a: Args, m: Model, lowering: Lowering, made: Made) -> None:
     other = Model(theirs)
     models = {name for name, s in lowering.by_name.items() if s.owner in {"model", "mtp", *KINDS}}
     for name in dict.fromkeys([*lowering.by_name, *a.given]):
-        if _model_alone(a) and not m.plan and name not in models and not a.said(name):
+        if _model_alone(a) and not m.plan and name not in models and name not in a.given:
             continue  # said once, of all of them
         if name in lowering.by_name and lowering.by_name[name].key in made.unsaid:
             continue
@@ -753,7 +753,7 @@ def _compare(a: Args, m: Model, lowering: Lowering, made: Made) -> None:
             continue
         if name in SPLIT and known(lambda: tuple(2 * cut for cut in m.cuts)) == known(lambda: other.cuts):
             continue
-        if name not in lowering.by_name and a.said(name):
+        if name not in lowering.by_name and name in a.given:
             if name in DERIVED and (ours := _derived(other, name)) is not None and ours == _derived(m, name):
                 continue  # the pattern says how many layers of token prediction
             made.keyless.append(a.written(name))
@@ -764,7 +764,7 @@ def _compare(a: Args, m: Model, lowering: Lowering, made: Made) -> None:
         if _derived(m, name) == _derived(other, name):
             continue
         was, now = _said(a, name), _said(theirs, name)
-        if not a.said(name) and name not in DERIVED:
+        if name not in a.given and name not in DERIVED:
             made.added.append(now)
         elif was != now:  # of equal words another flag, which is listed, makes something else
             made.lost.append(f"{was} -> {now}")
@@ -778,7 +778,7 @@ def _derived(m: Model, name: str) -> Any:
 
 def _said(a: Args, name: str) -> str:
     """As written; as `name = value` where it stands on Megatron's default."""
-    if written := a.any_said(name, *OLD_WAYS.get(name, ())):
+    if written := [n for n in (name, *OLD_WAYS.get(name, ())) if n in a.given]:
         return a.written(written[0])
     value = a.value(name)
     return f"{name} unset" if value is None else f"{name} = {value}"

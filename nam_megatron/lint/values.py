@@ -113,11 +113,16 @@ class NotKnown(Exception):
     """A value that the launch leaves open, or gives in a form that Megatron's parser would not take."""
 
 
+class Hangs(NotKnown):
+    """Of an argument that hangs on what the text does not decide: neither its value nor that it lacks may stand in its place."""
+
+
 @dataclass(frozen=True)
 class Open:
-    """Stands for a value that is not known. `names`: what would have to be."""
+    """Stands for a value that is not known. `names`: what would have to be. lacking: it may not be given at all."""
 
     names: tuple[str, ...]
+    lacking: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,7 @@ class Args:
 
     hanging: arguments that are one or another by what the text does not decide, and what that is."""
 
-    def __init__(self, launch: Launch, hanging: Mapping[str, tuple[str, ...]] | None = None):
+    def __init__(self, launch: Launch, hanging: Mapping[str, Open] | None = None):
         self.launch, self.target = launch, launch.target
         self.given: dict[str, list[tuple[str, Any, str]]] = defaultdict(list)  # argument -> (flag, value, as written)
         self.trouble: list[Trouble] = []
@@ -147,14 +152,14 @@ class Args:
         self.hanging = hanging or {}
         for name, on in self.hanging.items():
             flag = launch.target.by_dest[name].name
-            self.given[name] = [(flag, Open(on), f"{flag} ?")]
+            self.given[name] = [(flag, on, f"{flag} ?")]
         self.empty = self._never_filled()
         self._estrange()
         # Whether another program reads these words and decides what they leave out: its defaults are not Megatron's.
         of_yaml = launch.kind == "yaml" and (bool(self.foreign) or launch.partial)  # what it starts from says the rest
         self.elsewhere = bool(launch.program) or of_yaml or (bool(self.foreign) and self._underscores)
         # Or words that are not here have the model, and so may have anything.
-        hidden = any(t.rule == "unknown-variable" for t in self.trouble) and not self.said("hidden_size")
+        hidden = any(t.rule == "unknown-variable" for t in self.trouble) and "hidden_size" not in self.given
         self.elsewhere |= (hidden and launch.plan is None) or self.of_no_training
         if self.of_flagscale:  # whose parser takes 1000000.0 for a whole number
             self.trouble = [t for t in self.trouble if t.detail != WHOLE or self._no_size(t)]
@@ -172,33 +177,43 @@ class Args:
             raise AttributeError(name)
         value = self.value(name)
         if isinstance(value, Open):
-            raise NotKnown(name)
+            raise (Hangs if name in self.hanging else NotKnown)(name)
         return value
 
     def value(self, name: str) -> Any:
         """The value of an argument, `Open` if it is not known; a list of one as its element."""
-        if self.elsewhere and not self.said(name):
+        if self.elsewhere and name not in self.given:
             return Open(())
-        value = self.given[name][-1][1] if self.said(name) else self.target.by_dest[name].default
+        value = self.given[name][-1][1] if name in self.given else self.target.by_dest[name].default
         return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 and name in UNPACKED else value
 
     def said(self, *names: str) -> bool:
-        """Whether the launch itself gives all of these arguments."""
-        return all(name in self.given for name in names)
+        """Whether the launch itself gives all of these arguments; asked of one that it may lack, not known."""
+        sure = self.sure(*names)
+        if len(sure) < len(names) and all(name in self.given for name in names):
+            raise Hangs(next(name for name in names if name not in sure))
+        return len(sure) == len(names)
 
     def any_said(self, *names: str) -> tuple[str, ...]:
-        return tuple(name for name in names if name in self.given)
+        sure = self.sure(*names)
+        if not sure and (perhaps := next((name for name in names if name in self.given), "")):
+            raise Hangs(perhaps)
+        return sure
+
+    def sure(self, *names: str) -> tuple[str, ...]:
+        """Those of these arguments that the launch gives, however its conditions go."""
+        return tuple(n for n in names if n in self.given and not (n in self.hanging and self.hanging[n].lacking))
 
     def switched_off(self, name: str) -> bool:
         """Whether another program's words give a flag as false."""
-        return self.elsewhere and self.said(name) and self.value(name) == self.target.by_dest[name].default is False
+        return self.elsewhere and name in self.given and self.value(name) == self.target.by_dest[name].default is False
 
     def written(self, name: str) -> str:
         """An argument as the launch gives it; the flag's name if it does not."""
-        if self.launch.program and self.launch.kind != "script" and self.said(name):
+        if self.launch.program and self.launch.kind != "script" and name in self.given:
             value = self.given[name][-1][1]
             return f"{name}={shown(self.given[name][-1][2].split(' ', 1)[-1]) if isinstance(value, Open) else _flat(value)}"
-        return shown(self.given[name][-1][2]) if self.said(name) else self.target.by_dest[name].name
+        return shown(self.given[name][-1][2]) if name in self.given else self.target.by_dest[name].name
 
     def _no_size(self, t: Trouble) -> bool:
         """Whether a size is no number at all, which no program's parser takes."""
@@ -261,7 +276,13 @@ class Args:
         """Arrays that a script which is whole in itself expands and never fills: no environment holds an array."""
         sourced = any(note.startswith("not read, and") for note in self.launch.notes)
         built = re.search(r"^\s*\w+\+?=\(", self.launch.text, re.MULTILINE)  # of arrays, so that the text is no extract
-        if self.launch.kind != "shell" or self.launch.partial or sourced or not built or not self.said("hidden_size"):
+        if (
+            self.launch.kind != "shell"
+            or self.launch.partial
+            or sourced
+            or not built
+            or "hidden_size" not in self.given
+        ):
             return []
         empty = [t.detail for t in self.trouble if t.rule == "unknown-variable" and self._array(t.detail)]
         self.trouble = [t for t in self.trouble if t.rule != "unknown-variable" or t.detail not in empty]
@@ -312,7 +333,7 @@ class Args:
         """Whether a script of its own name is given neither layers nor a batch nor a length: it takes some of Megatron's names."""
         lengths = "num_layers encoder_num_layers hybrid_layer_pattern hybrid_override_pattern micro_batch_size train_iters train_samples"
         script = self.launch.script if self.launch.kind == "shell" and not self.launch.partial else None
-        told = self.any_said(*lengths.split(), "use_checkpoint_args")
+        told = self.given.keys() & {*lengths.split(), "use_checkpoint_args"}
         return bool(script) and not self.of_megatron and not told
 
     @cached_property
@@ -333,7 +354,7 @@ class Args:
     @cached_property
     def shaping(self) -> list[str]:
         """Flags of others that may decide which model it is, by the words of their names: no more is known of them."""
-        spec = self.value("spec") if self.said("spec") else []
+        spec = self.value("spec") if "spec" in self.given else []
         stock = isinstance(spec, list) and all(word.startswith("megatron.core") for word in spec[:1])
         # A word more than one of Megatron's is no misspelling: `--t5-swiglu`.
         strange = [t for t in self.trouble if t.rule == "unknown-flag" and not t.fix]

@@ -66,7 +66,7 @@ def _shown(rule: Rule, a: Args) -> str:
     names = rule.about.split("|")
     name = next((n for n in names if n in a.given or n in a.launch.env), names[0])
     if name in a.target.by_dest:
-        return a.written(name) if a.said(name) else without(a.written(name))
+        return a.written(name) if name in a.given else without(a.written(name))
     value = a.launch.env.get(name)
     return name if value is None else f"{name}={value}"
 

@@ -41,7 +41,7 @@ def _yarn_unread(a: Args, m: Model) -> list[str]:
     if (m.positions == "yarn" and not m.mla) or m.gpt_oss or m.ours or "yarn" in m.marked:
         return []
     kept = FIXED | {"rounded": True} if m.mla and m.rope_type == "yarn" else {}
-    return each(a, (name for name, key in YARN.items() if a.said(name) and getattr(a, name) != kept.get(key)))
+    return each(a, (name for name in a.sure(*YARN) if getattr(a, name) != kept.get(YARN[name])))
 
 
 def _yarn_longest(a: Args, m: Model) -> float:

@@ -96,7 +96,7 @@ def _cards() -> tuple[tuple[str, re.Pattern[str], re.Pattern[str], Mapping[str, 
 
 def names(a: Args) -> Iterator[str]:
     """What the launch calls itself, in small letters with dashes."""
-    for word in (_own_name(a.launch.name), *(shown(a.given[n][-1][2]).partition(" ")[2] for n in NAMES if a.said(n))):
+    for word in (_own_name(a.launch.name), *(shown(a.given[n][-1][2]).partition(" ")[2] for n in a.sure(*NAMES))):
         yield _plain(word)
 
 

@@ -16,9 +16,9 @@ def _lacking(a: Args, m: Model, which: str, given_elsewhere: bool = False) -> It
     for row in WANTS[which]:
         flags = row["flags"].split()
         beginnings = tuple(flag for flag in flags if flag.endswith("_"))
-        for name in (name for name in a.given if name in flags or name.startswith(beginnings)):
+        for name in (name for name in a.sure(*a.given) if name in flags or name.startswith(beginnings)):
             asks = not off(a, name) if which in ("idle", "noted") and "always" not in row else not a.switched_off(name)
-            stands_on = a.any_said(*re.findall(r"[a-z]\w+", row["with"]))
+            stands_on = a.sure(*re.findall(r"[a-z]\w+", row["with"]))
             asks &= not any(map(a.switched_off, stands_on))  # else it waits for that to be switched on
             if asks and (stands_on or not given_elsewhere) and not known(partial(is_so, row["with"], a, m), True):
                 yield f"{a.written(name)}\twants {row['wants']}"

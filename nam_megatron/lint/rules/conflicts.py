@@ -84,7 +84,7 @@ CONFLICTS: Mapping[str, Beside] = {
 
 def _refused(a: Args, m: Model) -> Iterator[str]:
     for name, others in CONFLICTS.items():
-        if a.said(name) and a.value(name):
+        if a.sure(name) and a.value(name):
             both = (what for what, stands in others.items() if known(partial(stands, a, m), False))
             yield from (f"{a.written(name)}\tbeside {what}" for what in both)
 

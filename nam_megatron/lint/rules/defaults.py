@@ -43,7 +43,7 @@ def _as_ever(a: Args, m: Model) -> bool:
 
 def _dropouts(a: Args, m: Model) -> Iterator[str]:
     for name in () if _as_ever(a, m) else ("hidden_dropout", "attention_dropout"):
-        if not a.said(name) and (name == "hidden_dropout" or m.attends):
+        if name not in a.given and (name == "hidden_dropout" or m.attends):
             yield without(a.target.by_dest[name].name) + "\t"
 
 

@@ -17,7 +17,7 @@ REFUSED = re.compile(
 
 
 def _without_experts(a: Args, m: Model) -> list[str]:
-    names = [n for n in a.given if n.startswith("moe_") and not REFUSED.fullmatch(n) and not off(a, n)]
+    names = [n for n in a.sure(*a.given) if n.startswith("moe_") and not REFUSED.fullmatch(n) and not off(a, n)]
     return [] if a.num_experts or m.moe else [f"{a.written(n)}\t" for n in names]
 
 

@@ -58,7 +58,7 @@ WIDTHS = ("hidden_size", "ffn_hidden_size", "kv_channels", "moe_ffn_hidden_size"
 
 def _odd(a: Args, m: Model) -> list[str]:
     """Widths that leave rows of bf16 without an alignment of 16 bytes. Of placeholders as narrow as that nothing is said."""
-    return [f"{a.written(n)}\t" for n in WIDTHS if a.said(n) and isinstance(w := a.value(n), int) and w > 8 and w % 8]
+    return [f"{a.written(n)}\t" for n in a.sure(*WIDTHS) if isinstance(w := a.value(n), int) and w > 8 and w % 8]
 
 
 RULES = (

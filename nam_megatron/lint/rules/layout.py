@@ -137,7 +137,7 @@ def _recompute(a: Args, m: Model) -> Iterator[str]:
             yield "`--distribute-saved-activations` with sequence parallelism"
     elif m.recompute == "selective":
         for name in ("recompute_method", "recompute_num_layers"):
-            if known(partial(a.value, name)) is not None and a.said(name):
+            if a.sure(name) and a.value(name) is not None:
                 yield f"`{a.target.by_dest[name].name}` with selective recompute"
         cut = "," if a.elsewhere else None  # other programs take one text of all of them, too
         modules = {name for word in a.recompute_modules or () for name in word.split(cut)}

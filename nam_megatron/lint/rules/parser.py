@@ -189,7 +189,7 @@ def absence(rule: Rule, flag: str, fix: str, a: Args) -> bool:
         return True
     wanted = re.match(r"add `(--[\w-]+)", fix or rule.fix)
     lacking = a.target.by_name(wanted[1]) if wanted else None
-    return lacking is not None and not a.said(lacking.dest)
+    return lacking is not None and not a.sure(lacking.dest)
 
 
 def of_another(rule: Rule, a: Args) -> bool:
@@ -271,15 +271,17 @@ def _missing(a: Args, m: Model) -> list[str]:
     if "D" in (m.pattern or "") or m.checks_dsa:
         names += ["dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"]
     other = {
-        "seq_length": a.said("encoder_seq_length"),
+        "seq_length": "encoder_seq_length" in a.given,
         "micro_batch_size": any(t.about == "--batch-size" for t in a.trouble),
     }
-    missing = [a.target.by_dest[n].name for n in names if not a.said(n) and not other.get(n)]
-    if not a.any_said("num_layers", "encoder_num_layers", "hybrid_layer_pattern", "hybrid_override_pattern"):
+    missing = [a.target.by_dest[n].name for n in names if n not in a.given and not other.get(n)]
+    if a.given.keys().isdisjoint(
+        ("num_layers", "encoder_num_layers", "hybrid_layer_pattern", "hybrid_override_pattern")
+    ):
         missing.append("--num-layers or --hybrid-layer-pattern")
-    if not a.any_said("train_iters", "train_samples"):
+    if a.given.keys().isdisjoint(("train_iters", "train_samples")):
         missing.append("--train-iters or --train-samples")
-    if a.tokenizer_type == "NullTokenizer" and not a.any_said("vocab_size", "padded_vocab_size"):
+    if a.tokenizer_type == "NullTokenizer" and a.given.keys().isdisjoint(("vocab_size", "padded_vocab_size")):
         missing.append("--vocab-size")
     return [] if a.skip_train or NO_TRAINING.search(a.launch.script or "") else missing
 

@@ -76,7 +76,7 @@ def listed(value: object) -> list:
 
 def each(a: Args, names: Iterable[str]) -> list[str]:
     """A finding for each of `names` that the launch gives."""
-    return [f"{a.written(n)}\t" for n in names if a.said(n)]
+    return [f"{a.written(n)}\t" for n in a.sure(*names)]
 
 
 def off(a: Args, name: str) -> bool:

@@ -99,7 +99,7 @@ def _apart(a: Args, m: Model) -> Iterator[str]:
 
 def _restarts(a: Args) -> bool:
     """Whether a second start reads what this run saved."""
-    where = {name: a.given[name][-1][2].split(" ", 1)[-1] for name in ("save", "load") if a.said(name)}
+    where = {name: a.given[name][-1][2].split(" ", 1)[-1] for name in a.sure("save", "load")}
     return len(where) == 2 and where["save"] == where["load"]
 
 
@@ -285,9 +285,7 @@ RULES = (
         "unlikely-value",
         OPEN,
         "",
-        lambda a, m: each(
-            a, (n for n, bound in UNLIKELY.items() if a.optimizer == "adam" and a.said(n) and getattr(a, n) >= bound)
-        ),
+        lambda a, m: each(a, (n for n in a.sure(*UNLIKELY) if a.optimizer == "adam" and getattr(a, n) >= UNLIKELY[n])),
         "ten times what published runs have, or more",
         "look at its digits",
         "core/optimizer/optimizer_config.py",
