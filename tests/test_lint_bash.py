@@ -812,3 +812,16 @@ def test_a_trap_that_a_condition_may_spare_is_none_whatever_else_is_asked(flag):
     asked = f"[ $X = 1 ] && ARGS+=({flag}); [ $Y = 1 ] && ARGS+=(--qk-layernorm)"
     found = lint(FORKED.format(asked)).findings
     assert not [f for f in found if flag.split()[0] in f.flag] and "default-bias" in [f.id for f in found]
+
+
+@pytest.mark.parametrize(
+    "above", ["if [ $Y = 2 ]; then ARGS+=(--qk-layernorm); fi", "case $Y in 2) ARGS+=(--qk-layernorm);; esac"]
+)
+def test_a_branch_in_a_branch_is_open_where_its_condition_is_asked_above_too(above):
+    """Each condition was looked at apart from the other, and nobody looked at both: its flags were told as lacking."""
+    found = lint(FORKED.format(f"{above}\n[ $X = 1 ] && {{ if [ $Y = 2 ]; then ARGS+=(--num-layers 2); fi; }}"))
+    rows = describe.told(found)
+    assert found.open[0].startswith("--num-layers ($Y = 2")
+    assert all(
+        rows[label].startswith("? (") and "if $Y = 2" in rows[label] for label in ("model", "layers", "parameters")
+    )

@@ -122,7 +122,7 @@ class Readings:
         asked = passed.union(*(arm.decided for fork in launch.forks for arm in fork))
         forks, cut = [], False
         for fork in launch.forks:
-            cut |= len(fork) > self.left and not passed & fork[-1].decided.keys()
+            cut |= len(fork) > self.left or bool(passed & fork[-1].decided.keys())
             forks.append(tuple(self.ways(launch, fork, decided, passed, asked)))
         return Reading(launch, tuple(ways for ways in forks if ways), cut)
 
@@ -152,7 +152,7 @@ class Readings:
 
 @dataclass(frozen=True)
 class Reading:
-    """A launch, and of each fork the readings of its ways. cut: there are more forks than are read for."""
+    """A launch, and of each fork the readings of its ways. cut: there are more forks than are read for, or are read for apart."""
 
     launch: Launch
     forks: tuple[tuple[tuple[str, "Reading"], ...], ...]
@@ -185,8 +185,9 @@ def _hanging(forks: Iterable[tuple[tuple[str, Reading], ...]]) -> dict[str, Open
     found: dict[str, Open] = {}
     for ways in forks:
         given = [way.args for _, way in ways]
-        for name in dict.fromkeys(name for args in given for name in args.given):
-            if len({repr(args.given.get(name, [("", None, "")])[-1][1]) for args in given}) > 1:
+        for name in dict.fromkeys(name for _, way in ways for name in (*way.args.given, *way.left)):
+            values = {repr(way.args.given.get(name, [("", None, "")])[-1][1]) for _, way in ways}
+            if len(values) > 1 or len({name in way.left for _, way in ways}) > 1:
                 before = found.get(name, Open(()))
                 lacking = not all(args.sure(name) for args in given) or before.lacking
                 found[name] = Open((*before.names, *(label for label, _ in ways[:-1])), lacking)
