@@ -825,3 +825,24 @@ def test_a_branch_in_a_branch_is_open_where_its_condition_is_asked_above_too(abo
     assert all(
         rows[label].startswith("? (") and "if $Y = 2" in rows[label] for label in ("model", "layers", "parameters")
     )
+
+
+@pytest.mark.parametrize(
+    "flags, label, said",
+    [
+        ("--num-experts", "attention", "MHA: 16 heads of 128"),
+        ("--mtp-num-layers", "width", "hidden 2048, MLP 5440 (default)"),
+        ("--lr-warmup-iters", "schedule", "10000 steps, warm-up ?, decay over all of it"),
+        ("--hidden-size", "width", "hidden ?, MLP ?"),
+    ],
+)
+def test_a_row_keeps_what_does_not_hang_on_what_two_conditions_decide(flags, label, said):
+    rows = describe.told(lint(FORKED.format(f"[ $X = 1 ] && ARGS+=({flags} 8); [ $Y = 1 ] && ARGS+=({flags} 16)")))
+    assert rows[label] == said and "Mamba" not in rows
+
+
+def test_what_is_open_in_one_way_is_called_so():
+    """`betas ? (? ? if $X = 1` was nothing that a person reads."""
+    asked = "if [ $X = 1 ]; then ARGS+=(--bf16 $EXTRA); fi\nif [ $Y = 1 ]; then ARGS+=(--qk-layernorm); fi"
+    rows = describe.told(lint(FORKED.format(asked)))
+    assert "betas ? (open if $X = 1, else 0.9 (default) 0.999 (default))" in rows["optimizer"]

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nam_megatron.blocks.mamba2.read import SIZES
 from nam_megatron.errors import counted
-from nam_megatron.lint.model import ATTENTION, SYMBOLS, TITLES, Model, known, lacks
+from nam_megatron.lint.model import SYMBOLS, TITLES, Model, known, lacks
 from nam_megatron.lint.rules.companions import idle
 from nam_megatron.lint.rules.parser import ALIASES, IDLE, MEASURES, OLD, incomplete, left_open, own
 from nam_megatron.lint.values import Args, Hangs, NotKnown, Open
@@ -85,7 +85,9 @@ def rows(a: Args, m: Model, written: Callable[[str], str] | None = None) -> Iter
     yield from row("layers", lambda: _layers(m))
     yield from row("MTP", lambda: _mtp(a, m))
     yield from row("parameters", lambda: _parameters(a, m))
-    yield from row("width", lambda: f"hidden {m.need('hidden_size')}{_mlp(a, m)}")
+    yield from row(
+        "width", lambda: f"hidden {_hung(lambda: m.need('hidden_size'))}{_hung(lambda: _mlp(a, m), ', MLP ?')}"
+    )
     yield from row("attention", lambda: _attention(a, m))
     yield from row("positions", lambda: _positions(a, m))
     yield from row("norms", lambda: _norms(a, m))
@@ -169,7 +171,8 @@ def _either(may: list[tuple[str, str]]) -> str:
     end = min(len(os.path.commonprefix([w[::-1] for w in words])), shared - first)
     ways: dict[str, list[str]] = {}
     for (condition, _), said in zip(may, words, strict=True):
-        ways.setdefault(" ".join(said[first : len(said) - end]), []).append(condition)
+        own = said[first : len(said) - end]
+        ways.setdefault("open" if {*own} == {"?"} else " ".join(own), []).append(condition)
     last = next(text for text, on in ways.items() if may[-1][0] in on)
     several = [f"{text} if {' or '.join(on)}" for text, on in ways.items() if text != last]
     return " ".join(
@@ -295,6 +298,14 @@ def _v(a: Args, name: str) -> str:
     return text if a.said(name) else f"{text} (default)"
 
 
+def _hung(of: Callable[[], Any], hangs: str = "?") -> Any:
+    """A piece of a row, each of which another condition may decide."""
+    try:
+        return of()
+    except Hangs:
+        return hangs
+
+
 def _or_open(value: object) -> object:
     """A value that Megatron has no default for; `?` where the launch lacks it."""
     return "?" if value is None else value
@@ -370,10 +381,10 @@ def _mlp(a: Args, m: Model) -> str:
 
 
 def _attention(a: Args, m: Model) -> str | None:
-    if not m.kinds & set(ATTENTION):
+    if not m.attends:
         return None
     lines = []
-    if "attention" in m.kinds:
+    if m.plain_attention:
         kind = "MHA" if m.groups == m.heads else "MQA" if m.groups == 1 else "GQA"
         groups = f", {m.groups} key/value heads" if kind != "MHA" else ""
         others = [] if a.said("num_query_groups") else [f for f in a.shaping if re.search("kv|key.value|group", f)]
@@ -394,16 +405,14 @@ def _attention(a: Args, m: Model) -> str | None:
         if shared:
             text += "; top-k shared " + "; ".join(f"{s} -> {', '.join(map(str, to))}" for s, to in shared.items())
         lines.append(text)
-    if a.window_size is not None and "attention" in m.kinds:
+    if a.window_size is not None and m.plain_attention:
         skip = a.window_attn_skip_freq
         lines.append(f"window {a.window_size}" + ("" if skip is None else f", but for layers by frequency {skip}"))
     extra = {
         "a gate on its output": a.attention_output_gate, "bias of queries, keys and values": a.add_qkv_bias,
         f"softmax {a.softmax_type}": a.softmax_type != "vanilla",
     }  # fmt: skip
-    lines += (
-        [", ".join(name for name, on in extra.items() if on)] if "attention" in m.kinds and any(extra.values()) else []
-    )
+    lines += [", ".join(name for name, on in extra.items() if on)] if m.plain_attention and any(extra.values()) else []
     return "\n".join(lines)
 
 
@@ -419,9 +428,9 @@ def _positions(a: Args, m: Model) -> str:
         own.append(
             f"MLA: {m.rope_type}{'' if a.said('rope_type') else ' (default)'}{_yarn(a, m)}, base {_v(a, 'rotary_base')}"
         )
-    if "attention" in m.kinds and m.gpt_oss:
+    if m.plain_attention and m.gpt_oss:
         own.append(f"yarn of gpt-oss by --enable-gpt-oss (factor 32 over 131072 tokens), base {_v(a, 'rotary_base')}")
-    elif "attention" in m.kinds and not table:
+    elif m.plain_attention and not table:
         if m.positions in ("rope", "yarn") and not (m.hybrid and m.mla):
             scaled = f", scaled by {m.llama_factor:g}" if m.llama_factor is not None else _yarn(a, m)
             part = f", {a.rotary_percent:.0%} of the head" if a.rotary_percent != 1 else ""
@@ -445,7 +454,7 @@ def _yarn(a: Args, m: Model) -> str:
 
 def _norms(a: Args, m: Model) -> str:
     extra = []
-    if "attention" in m.kinds:
+    if m.plain_attention:
         extra.append(
             "on queries and keys"
             if a.qk_layernorm
@@ -467,8 +476,8 @@ def _activation(a: Args, m: Model) -> str:
         lambda: f"{m.activation}{default}",
         lambda: "gated" if m.gated else "not gated",
         lambda: "linear bias" if a.add_bias_linear else "no linear bias",
-    )  # each of which another condition may decide
-    return ", ".join(known(piece, "?") if a.hanging and not a.elsewhere else piece() for piece in pieces)
+    )
+    return ", ".join(_hung(piece) for piece in pieces)
 
 
 def _experts(a: Args, m: Model) -> str | None:
@@ -510,10 +519,7 @@ def _mamba(a: Args, m: Model) -> str | None:
 
 def _embedding(a: Args, m: Model) -> str:
     tied = "untied" if a.untie_embeddings_and_output_weights else "tied to the output (default)"
-    try:
-        rows_ = lacks(lambda: f"{m.vocabulary:,} rows", "rows as the tokenizer has entries")
-    except Hangs:
-        rows_ = "? rows"
+    rows_ = _hung(lambda: lacks(lambda: f"{m.vocabulary:,} rows", "rows as the tokenizer has entries"), "? rows")
     return f"{rows_}, {tied}"
 
 
@@ -547,12 +553,12 @@ def _schedule(a: Args) -> str:
                 return f"{getattr(a, name)} {unit}"
         return None
 
-    warmup = (
-        f"{a.lr_warmup_fraction:.2%} of the decay"
-        if a.lr_warmup_fraction is not None
-        else length("lr_warmup") or "none"
-    )
-    words = [length("train") or "?", f"warm-up {warmup}", f"decay over {length('lr_decay') or 'all of it'}"]
+    def warmup() -> str:
+        share = a.lr_warmup_fraction
+        return f"{share:.2%} of the decay" if share is not None else length("lr_warmup") or "none"
+
+    decay = _hung(lambda: length("lr_decay") or "all of it")
+    words = [_hung(lambda: length("train") or "?"), f"warm-up {_hung(warmup)}", f"decay over {decay}"]
     if a.lr_decay_style == "WSD":
         words.append(f"the last {length('lr_wsd_decay') or '?'} {a.lr_wsd_decay_style}")
     return ", ".join(words)
@@ -579,10 +585,7 @@ def _layout(a: Args, m: Model) -> str:
 
     def piece(name: str, of: Callable[[], object]) -> list[str]:
         """Nothing where there is none of it; `?` where a condition decides that."""
-        try:
-            found = lacks(of)
-        except Hangs:
-            found = "?"
+        found = _hung(lambda: lacks(of))
         return [name if found is True else f"{name} {found}"] if found else []
 
     def experts() -> bool:

@@ -33,7 +33,7 @@ STOCK_SPECS = {  # what 0.19.2 has for --spec and builds without it
 
 def _stands(*kinds: str) -> "cached_property[bool]":
     """Whether one of some kinds stands anywhere."""
-    return cached_property(lambda self: bool(self.kinds & {*kinds}))
+    return cached_property(lambda self: bool((self.kinds if {"mlp", "moe"} & {*kinds} else self.mixers) & {*kinds}))
 
 
 def _size(name: str) -> "cached_property[int]":
@@ -153,14 +153,18 @@ class Model:
             return tuple((n, SYMBOLS[c]) for n, c in enumerate(self.parts[0].replace("|", ""), 1))
         if self.num_layers > MOST:
             raise NotKnown("num_layers")
+        sparse = _every(self.a.moe_layer_freq, self.num_layers, first=True) if self.a.experts else [0] * self.num_layers
+        found = zip(self.gpt_mixers, ("moe" if one else "mlp" for one in sparse), strict=True)
+        return tuple((n, kind) for n, layer in enumerate(found, 1) for kind in layer)
+
+    @cached_property
+    def gpt_mixers(self) -> tuple[str, ...]:
+        """What mixes tokens in each layer of a GPT."""
+        if self.num_layers > MOST:
+            raise NotKnown("num_layers")
         linear = _every(self.a.linear_attention_freq, self.num_layers) if self.variant == "gated_delta_net" else None
         attention = "dsa" if self.variant == "dsa" else "mla" if self.mla else "attention"
-        sparse = _every(self.a.moe_layer_freq, self.num_layers, first=True) if self.a.experts else [0] * self.num_layers
-        found = []
-        for i in range(self.num_layers):
-            found.append((i + 1, "gdn" if linear and linear[i] else attention))
-            found.append((i + 1, "moe" if sparse[i] else "mlp"))
-        return tuple(found)
+        return tuple("gdn" if linear and linear[i] else attention for i in range(self.num_layers))
 
     def numbers(self, kind: str) -> tuple[int, ...]:
         """Megatron's numbers of the layers that have this kind."""
@@ -169,7 +173,13 @@ class Model:
     @cached_property
     def kinds(self) -> frozenset[str]:
         """Every kind that stands anywhere, MTP included."""
-        return frozenset(k for _, k in self.layers) | frozenset(self.mtp_layers)
+        return frozenset(k for _, k in self.layers) | frozenset(self.mtp_layers if self.hybrid else ())
+
+    @cached_property
+    def mixers(self) -> frozenset[str]:
+        """Those that mix tokens, whatever a GPT's MLPs are."""
+        whole = self.hybrid or self.plan or self.bad_symbols
+        return self.kinds - {"mlp", "moe"} if whole else frozenset(self.gpt_mixers)
 
     @cached_property
     def mtp_depths(self) -> int:
@@ -209,7 +219,7 @@ class Model:
     @property
     def latent(self) -> bool:
         """Whether keys and values of some layer come from a latent."""
-        return any(KINDS[kind].latent for kind in self.kinds)
+        return any(KINDS[kind].latent for kind in self.mixers)
 
     dsa, gdn, moe = _stands("dsa"), _stands("gdn"), _stands("moe")
     mamba = _stands(SYMBOLS["M"])  # Megatron's own Mamba-2
