@@ -75,6 +75,7 @@ def test_list_and_diff_see_the_folder(tmp_path):
     assert ran.code == 0 and "lr" in ran.out.splitlines()[-1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("text", "key"), [("model: small", "model"), ("model: {blocks: 3}", "model.blocks")])
 def test_a_section_that_is_none_is_refused_by_key_and_file(tmp_path, text, key):
     preset(tmp_path, "mine", text)

@@ -831,6 +831,7 @@ def ended(words, redirection):
     return done.returncode, done.stderr
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_disk_that_is_full_and_a_stdout_that_is_closed(name):
     code, said = ended(COMMANDS[name], ">/dev/full")
@@ -843,6 +844,7 @@ def test_a_stdin_that_is_closed_is_empty():
     assert "there is no Megatron flag in `-`" in ended(COMMANDS["lint"], "<&-")[1]
 
 
+@pytest.mark.slow
 def test_every_command_can_be_read_in_part():
     for name in ("nemo", "schema", "launch stack"):
         assert ended(COMMANDS[name], "| head -c 20 >/dev/null") == (0, "")
