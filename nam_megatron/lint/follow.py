@@ -46,10 +46,8 @@ TRIMMED = re.compile(r"(%%?|##?)([^$\"'`\\^]+)")
 JOINED = re.compile(r"""\s*IFS=['"]?([^'";])[^;]*;\s*echo\s+"\$\{(\w+)\[\*\]\}"\s*""")  # $(IFS=,; echo "${A[*]}")
 COUNT = re.compile(r"\s*(\w+)\s*=([^;]+);\s*\1\s*(<=?)([^;]+);\s*(?:\1\+\+|\+\+\1|\1\s*\+=\s*1)\s*")
 COMPARED = re.compile(r"([^<>=!&|]+)(<=?|>=?|==|!=)([^<>=!&|]+)")
-BUDGET, BRANCH = (
-    200_000,
-    20,
-)  # steps, of which a script that takes more is no launch; and of a branch that may be taken, for its copies
+BUDGET = 200_000  # steps; a script that takes more is no launch
+BRANCH = 20  # steps of a branch that may be taken, for its copies
 SHELLS = {"bash", "sh", "zsh", "dash"}
 TAKES_SCRIPT = SHELLS | {"sbatch", "cat", "tee", "srun", "ssh", "qsub", "bsub"}
 DECLARE = {"export", "declare", "local", "readonly", "typeset"}
@@ -289,9 +287,10 @@ class Follower:
         if not (node.condition and _forever(node.condition)):  # which ends in its first round, as far as one can see
             for name, after in list(self.run.variables.items()):
                 old, open_ = before.get(name), hole(f"{name} of a loop")
+                more = _appended_to(old or [], after)
                 if not sure:
-                    self.run.appended |= {f: True for f in _appended_to(old or [], after) or () if f.startswith("--")}
-                if isinstance(after, list) and _appended_to(old or [], after):
+                    self.run.appended |= {f: True for f in more or () if f.startswith("--")}
+                if isinstance(after, list) and more:
                     self.put(name, [*after, open_])
                 elif (
                     isinstance(after, str)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from nam_megatron.lint.follow import holes, shown
+from nam_megatron.lint.follow import UNREAD, holes, shown
 from nam_megatron.lint.others import closest
 from nam_megatron.lint.read import Launch
 from nam_megatron.targets import Flag, Target
@@ -274,7 +274,7 @@ class Args:
 
     def _never_filled(self) -> list[str]:
         """Arrays that a script which is whole in itself expands and never fills: no environment holds an array."""
-        sourced = any(note.startswith("not read, and") for note in self.launch.notes)
+        sourced = any(note.startswith(UNREAD) for note in self.launch.notes)
         built = re.search(r"^\s*\w+\+?=\(", self.launch.text, re.MULTILINE)  # of arrays, so that the text is no extract
         if (
             self.launch.kind != "shell"
