@@ -1,6 +1,6 @@
 """Hydra composes one config of conf/ and of folders of one's own, with words laid over it; what it refuses is said in our words."""
 
-import copy
+import pickle
 import re
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -65,7 +65,7 @@ def composed(config_name: str, texts: Sequence[str], commands: Sequence[str] = (
                 else:
                     choices.append(said.text)
             kept, merged = _merged(loader, config_name, choices, folders)
-            config = copy.deepcopy(kept)
+            config = pickle.loads(kept)
             loader._apply_overrides_to_config(values, config)
     except Refused:
         raise
@@ -86,13 +86,11 @@ def _value(said: Word, folders: Sequence[Path]) -> bool:
 
 
 # What Hydra made of the files of each choice, and the files that it looked for, as they were.
-_known: dict[tuple[str, ...], tuple[files.Seen, DictConfig, list[Any]]] = {}
+_known: dict[tuple[str, ...], tuple[files.Seen, bytes, list[Any]]] = {}
 
 
-def _merged(
-    loader: Any, config_name: str, choices: list[str], folders: Sequence[Path]
-) -> tuple[DictConfig, Sequence[Any]]:
-    """The config of all files, and those in order; merged once for as long as none is written to and none is added."""
+def _merged(loader: Any, config_name: str, choices: list[str], folders: Sequence[Path]) -> tuple[bytes, Sequence[Any]]:
+    """The config of all files, pickled, and those in order; merged once for as long as none is written to and none is added."""
     where = tuple(str(path.absolute()) for path in (conf_dir(), *folders))
     key = (config_name, *choices, "in", *where)
     if (found := _known.get(key)) and files.unchanged(found[0]):
@@ -107,8 +105,8 @@ def _merged(
     seen: files.Seen = {}
     files.Folders.seen = seen
     config = compose(config_name, overrides=choices)
-    _known[key] = seen, config, order
-    return config, order
+    _known[key] = seen, pickle.dumps(config), order
+    return _known[key][1:]
 
 
 def _read(texts: Sequence[str], folders: Sequence[Path]) -> list[Word]:
