@@ -48,6 +48,7 @@ STATIC = (*WEIGHTS, "gradients", "matrix optimizer", "other optimizer")
 CORE = ("attention", "mamba2", "moe", "mla", "dsa", "mlp")
 
 
+@pytest.mark.slow
 def test_a_cluster_of_h100s_has_their_memory():
     clusters = sorted(path.stem for path in (ROOT / "conf" / "cluster").glob("h100_*.yaml"))
     assert clusters
@@ -410,6 +411,7 @@ def test_any_plan_adds_up(words):
         assert held["after_init"] <= held["between_steps"] <= held["steady"]
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(st.fixed_dictionaries(KEYS))
 def test_more_samples_never_take_less(words):
@@ -538,6 +540,7 @@ RECORDED = {
 }  # fmt: skip
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", RECORDED)
 def test_kept_activations_are_the_real_models(name):
     overrides, expected = RECORDED[name]
@@ -594,6 +597,7 @@ def test_triton_tunes_other_peoples_kernels_in_the_first_step(preset, letter, tu
     assert not any(line.name == "autotuning" for line in moments["steady"].lines)
 
 
+@pytest.mark.slow
 def test_table_of_long_sequences_is_todays():
     """benchmarks/tables.py has been run since the formulas changed: one row of it."""
     rows = (ROOT / "docs/log.md").read_text().splitlines()
@@ -627,6 +631,7 @@ def test_layers_are_recomputed_in_groups_of_so_many_or_so_many_of_a_stage(method
     assert [len(of) for of, checkpointed in found if checkpointed] == sizes
 
 
+@pytest.mark.slow
 def test_each_layer_in_bf16_takes_its_own_more():
     """Not what the first of its kind does, which may be an edge's."""
     more: dict[str, set[int]] = {}
@@ -789,6 +794,7 @@ def test_a_captured_mask_has_the_keys_of_all_ranks_that_share_the_sequence():
     assert masks("parallel.context=2") == masks() / 2
 
 
+@pytest.mark.few("layouts_")
 @pytest.mark.parametrize(
     ("name", "limit"), {"layouts_h200": 0.03, "four_h200": 0.04, "four_layouts_h200": 0.04}.items()
 )

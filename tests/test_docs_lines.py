@@ -129,7 +129,7 @@ def shop(tmp_path_factory):
     return folder
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @of("run")
 def test_a_line_runs_as_it_stands(page, command, shop):
     words = re.sub(r"\[(receipts/B) \.\.\.\]", r"\1", command)
@@ -150,6 +150,7 @@ def test_a_line_runs_as_it_stands(page, command, shop):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.few(12)
 @of("read", "elsewhere")
 def test_the_words_of_a_line_are_read(page, command):
     command = command.partition("&&")[0].strip()

@@ -160,6 +160,7 @@ class Asked(Exception):
     """With what a verb's function was called."""
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("module", "function", "line", "wanted"),
     [

@@ -22,7 +22,7 @@ def written(case):
     return dict(word.split("=", 1) for word in case["wrong"])
 
 
-@pytest.mark.few(15)
+@pytest.mark.few(6)
 @EACH
 def test_a_hint_that_is_followed_is_accepted_with_the_model_that_was_meant(case):
     with pytest.raises(Refused) as refused:

@@ -270,6 +270,7 @@ def test_a_link_to_itself_is_refused(tmp_path):
     assert done.code == 2 and done.err.startswith("error: Symlink loop"), done.err
 
 
+@pytest.mark.slow
 def test_verify_ends_at_a_ctrl_c_that_reaches_it_alone(tmp_path):
     """Its second process is importing Megatron then: it is not waited for, and not left behind."""
     words = [sys.executable, "-m", "nam_megatron.verify", "conf=nam56r_smoke"]

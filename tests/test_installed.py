@@ -35,7 +35,7 @@ def older(tmp_path_factory):
     return another(tmp_path_factory.mktemp("older"), "0.18.2")
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "words",
     [
@@ -91,6 +91,7 @@ def test_a_second_target_is_not_judged_by_the_first_ones_megatron(monkeypatch):
         verify(lowered("nam56r_smoke", "model.init_std=0.0201"), None)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("more", "training", "said"),
     [

@@ -807,7 +807,7 @@ def test_text_names_what_is_trained():
     assert text.splitlines()[-1].startswith("no finding; ")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("base", [GPT, HYBRID, MOE, MLA, DSA], ids=["gpt", "hybrid", "moe", "mla", "dsa"])
 def test_text_has_no_value_that_nobody_said(base):
     for flag in base:
@@ -1020,7 +1020,7 @@ def test_script_that_departs_from_its_plan_will_fail(was, now, says, out):
     assert (finding.id, finding.severity, finding.detail) == ("not-the-plan", FAIL, says)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_plan_comes_back_as_its_own_recipe(name, tmp_path):
     made = recipe.make(lint(argv.plan_json(lowered(name))), Path("back.yaml"))
@@ -1036,7 +1036,7 @@ def test_plan_comes_back_as_its_own_recipe(name, tmp_path):
     assert again == was
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -1095,6 +1095,7 @@ def test_recipe_of_one_data_path_and_its_tokenizer():
     assert (data.name, data.path, data.tokenizer, data.split) == ("indexed", "a/b_text", "x/y", "98,2,0")
 
 
+@pytest.mark.slow
 def test_recipe_names_a_difference_as_one():
     several = {"--moe-router-load-balancing-type": "aux_loss seq_aux_loss", "--moe-aux-loss-coeff": "1e-3 1e-3"}
     for base, change in ((GPT, {"--position-embedding-type": "learned_absolute"}), (MOE, several), (MOE, {})):
@@ -1593,7 +1594,7 @@ def test_yaml_values_as_a_shell_and_omegaconf_would_have_them():
     assert any("RATE" in note and "TOKENS" in note for note in found.launch.notes)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("said", "pattern", "virtual"),
     [
@@ -1616,6 +1617,7 @@ def test_pipeline_stages_of_a_gpt_come_back(said, pattern, virtual):
     assert any(line.startswith(tuple(said)) for line in made.keyless) is ("|" not in pattern)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("modules", [None, "full"])
 def test_graphs_of_whole_layers_are_listed_and_nothing_breaks(modules, tmp_path):
     made = recipe.make(
@@ -1646,6 +1648,7 @@ def test_graphs_of_whole_steps_in_all_their_spellings(said, impl, oracle):
         assert not ids(found)["graphs-ignored"]
 
 
+@pytest.mark.slow
 def test_a_graph_of_a_whole_step_comes_back_of_one_host_alone():
     flags = HYBRID | {"--cuda-graph-scope": "full_iteration", "--no-check-for-nan-in-loss-and-grad": True}
     for nodes, gpus, tensor in ((1, 1, 1), (1, 8, 1), (1, 8, 2), (2, 8, 1)):

@@ -80,7 +80,7 @@ def test_every_published_config_says_where_and_when_it_was_read():
     assert all(said["source"].count("/") == 1 and said["read"].isoformat() < "2100" for said in SAID.values())
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_published_field_is_the_presets(name):
     """All that an export would write of either; the width of dense MLPs where none stands is nobody's."""
@@ -95,7 +95,7 @@ def test_every_published_field_is_the_presets(name):
 
 
 # Each what the others have not; one takes two seconds.
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", ["llama_3_1_8b", "qwen3_next_80b_a3b", "deepseek_v2_lite", "kimi_k2", "nemotron_3_nano_30b_a3b"]
 )
@@ -944,6 +944,7 @@ def test_cards_are_those_of_our_presets():
         assert not [f for f in found.findings if f.id == "not-the-card"], ours
 
 
+@pytest.mark.slow
 def test_a_value_that_no_recipe_has_is_left_to_be_given_and_not_ours():
     """A launch with another activation became squared ReLU: NAM56R's."""
     made = recipe.make(launch(MOE, {"--swiglu": None, "--quick-geglu": True, "--train-iters": None}), Path("back.yaml"))

@@ -128,7 +128,7 @@ def same_layers(found, made: recipe.Made) -> bool:
     )
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", LOST)
 def test_a_recipe_says_what_of_a_launch_it_has_not(name):
     path = FIXTURES[0].parent / name
@@ -164,7 +164,7 @@ def test_what_is_said_in_another_way_comes_back(base, change, lost, keyless):
     assert carried(made) == (lost, keyless, False) and same_layers(found, made)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("gpus", [None, 1, 2, 3, 4, 8, 12, 16, 24])
 def test_a_recipe_is_for_as_many_gpus_as_its_launch(gpus):
     """And its batch is what Megatron makes of none: a pass of every replica."""

@@ -1046,6 +1046,7 @@ def test_a_share_of_columns_is_taken_as_it_is_or_the_nearest_are_named(base, kin
         assert (2 * block.angles if kind == "mamba3" else block.turned) == pytest.approx(value * width[1], abs=1e-9)
 
 
+@pytest.mark.slow
 def test_what_nobody_has_tried_is_tried_by_whoever_says_why():
     """Each law is met by a case above; waived, it is gone, the rest is refused as before, and the run says so."""
     met, stands = set(), 0

@@ -66,7 +66,7 @@ def translate(*words: object, cwd: Path = REPO) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, check=False)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [

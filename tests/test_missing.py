@@ -32,7 +32,7 @@ def without(names: tuple[str, ...], words: str, folder: Path) -> subprocess.Comp
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env, check=False)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "names, words, extra",
     [
@@ -57,6 +57,7 @@ def test_a_command_names_the_extra_it_needs(names, words, extra, tmp_path):
     assert extra in done.stderr.partition("\nhint: ")[2], done.stderr
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("words", ["nam_megatron.translate conf=nam56r_smoke", "nam_megatron.budget conf=nam56r_smoke"])
 def test_translating_and_pricing_need_no_extra(words, tmp_path):
     done = without(("torch", "megatron", "transformers", "numpy", "matplotlib"), words, tmp_path)

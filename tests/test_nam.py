@@ -23,7 +23,7 @@ def nam(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run([NAM, *words], capture_output=True, text=True, timeout=600, check=False)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "name", [name for name in cli.COMMANDS if name != "nemo"]
 )  # whose help is Hydra's own, of all groups
@@ -130,6 +130,7 @@ def test_presets_of_ones_own_are_completed(tmp_path):
     ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_shell_completes_a_line(shell):
     """A real one on a terminal: the line as it stands after Tab."""

@@ -203,7 +203,7 @@ def test_what_an_overlay_chooses_the_command_line_may_not_make_another_of(tmp_pa
     assert load("nam56r_fused", ["+overlay=muon", "optim=muon"]).optim.name == "muon"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v3_yarn", "deepseek_v3_2", "kimi_k2", "glm_4_5_air"])
 def test_hosts_of_the_command_line_are_those_of_a_preset_with_hosts(name):
     assert load(name).cluster.nodes > 1

@@ -67,7 +67,7 @@ EPSILON = "model.blocks.mla.latent_norm_epsilon"  # which no argument of Megatro
 UNTOLD = {"deepseek_v2_lite": "null", "moonlight_16b_a3b": "1e-6", "glm_4_7_flash": "1e-6"}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_model_comes_back_from_its_launch(name):
     lowering = lowered(name)

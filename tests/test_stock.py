@@ -63,6 +63,7 @@ def plan(words) -> Plan:
     return lowered(*words).plan
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", ALONE)
 def test_what_only_we_train_is_marked(name):
     words, owner = ALONE[name]
@@ -77,6 +78,7 @@ def test_what_only_we_train_is_marked(name):
     assert said in lint(argv.run_script(lowering), "run.sh").args.launch.words
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", SHARED)
 def test_what_stock_megatron_trains_too_is_not(name):
     lowering = lowered(*SHARED[name])

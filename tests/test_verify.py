@@ -26,7 +26,7 @@ GPUS = {1: ["cluster=h200_1"], 2: ["cluster=h200_2"], 4: ["cluster=h200_4"], 8: 
 GPUS[16] = ["cluster=h200_2x8", "parallel.pipeline=2"]
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("gpus", GPUS)
 @pytest.mark.parametrize("name", NAMES)
 def test_preset_is_what_megatron_builds(name, gpus, oracle):
@@ -124,7 +124,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("variant", [*VARIANTS, *ODD])
 def test_variant_is_what_megatron_builds(variant, oracle):
     verdict = verify(lowered(*VARIANTS[variant]) if variant in VARIANTS else odd(variant)[2], oracle)

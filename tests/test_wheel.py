@@ -56,6 +56,7 @@ def test_a_plan_is_made_read_and_shown(installed, tmp_path):
     assert priced.returncode == 0 and "3,624,496 parameters" in priced.stdout, priced.stderr
 
 
+@pytest.mark.slow
 def test_a_card_says_what_the_records_of_the_checkout_say(installed, tmp_path):
     found = run(installed, tmp_path, "nam_megatron.card nam56r_smoke")
     assert (found.returncode, found.stdout) == (0, card.text("nam56r_smoke")), found.stderr

@@ -220,7 +220,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("pieces", [1, 4])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_it_is_megatrons_model(kernels, stock, layout, pieces):
@@ -339,6 +339,7 @@ def test_every_layout_tells_the_same_share(kernels, told, layout):
     assert (shares[0] != shares[1]) == ("dp" in layout), "of the first microbatch on each data-parallel rank"
 
 
+@pytest.mark.few("one rank")
 @pytest.mark.parametrize("layout", [{}, dict(cp=2)], ids=["one rank", "cp2"])
 def test_queries_in_pieces_tell_the_same_share(kernels, told, layout):
     kernels("naive", query_pieces=4)
@@ -373,6 +374,7 @@ def test_all_is_kept_where_the_top_k_covers_the_sequence(kernels):
     assert line_of(replace(CASE, config=CASE.config | dict(dsa_indexer_topk=32))) == " DSA kept 3: 1 |"
 
 
+@pytest.mark.slow
 def test_telling_the_share_changes_no_bit(kernels):
     def tell(rig):
         GAUGES.expect({3: Gauge("DSA kept")})

@@ -12,6 +12,7 @@ from harness import Case, on_ranks
 from nam_megatron.runtime import fp8_inputs
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("pattern", ["*E-", "+DE/*-", "ME3R"])
 def test_attentions_output_projections_and_the_shared_experts_first(pattern):
     def told(rig):

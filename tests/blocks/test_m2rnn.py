@@ -192,7 +192,7 @@ def whole():
     return train(CASE)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "layout", [dict(tp=2), dict(tp=2, config={"sequence_parallel": False}), dict(pp=2), dict(cp=2)], ids=str
 )
@@ -223,7 +223,7 @@ def tell(rig) -> None:
     GAUGES.step(0, 1)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("span", [8, 64], ids=["the last tokens", "all of them"])
 def test_every_layout_tells_the_same_gain(monkeypatch, span):
     monkeypatch.setattr(layer, "GAIN_SPAN", span)
@@ -338,6 +338,7 @@ def test_what_the_recurrence_owns_stays_fp32():
 # The block -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_blocks_parameters_are_the_layers(tp):
     wide = dict(kernels="naive", k_dim=64, v_dim=16, heads=44)

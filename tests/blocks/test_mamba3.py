@@ -206,6 +206,7 @@ def test_products_of_warps_with_different_work_are_served_where_they_were_made_f
 # The layer ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_tensor_ranks_are_one(whole):
     same(train(replace(CASE, tp=2)), whole)
 
@@ -260,6 +261,7 @@ def test_rates_multiplied_by_themselves(changes, layout, whole, monkeypatch):
     same(train(replace(CASE, mixers=mixer(fp8, **changes), **layout)), whole)
 
 
+@pytest.mark.slow
 def test_in_proj_computed_again_gives_the_same_gradients(whole):
     case = replace(CASE, mixers=mixer(recompute="in_proj"))
     same(train(case), whole)

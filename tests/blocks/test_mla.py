@@ -63,7 +63,7 @@ def same(found, wanted):
         assert error < 1e-4, f"gradient of {key}: off by {error:.1e}"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("wanted", "case"),
     [

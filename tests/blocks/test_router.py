@@ -23,7 +23,7 @@ def test_the_kernels():
     assert "27 passed" in interpreter.passes("tests/gpu/test_router.py")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}], ids=str)
 @pytest.mark.parametrize("gemm", ["transformer_engine", "torch"])
 @pytest.mark.parametrize("config", [{}, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}], ids=str)

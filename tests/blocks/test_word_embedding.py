@@ -17,7 +17,7 @@ from nam_megatron.runtime import word_embedding
 WORD = "embedding.word_embeddings.weight"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("pattern", "layout"),
     [

@@ -117,7 +117,7 @@ OF_KINDS = [
 ]
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("kind", "key"), OF_KINDS)
 def test_every_place_tells_the_same_of_a_kind(kind, key, tmp_path):
     """Plan, strip, lint of the written plan, the budget's parameters, and the real model's; of a key or a feature that adds some, too."""
@@ -321,6 +321,7 @@ def test_a_softmax_before_the_choice_weighs_otherwise():
     assert after != before
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "key"), [("dsa", "model.attention_dropout"), ("mamba2", "model.norm_epsilon")])
 def test_a_key_that_a_layer_passes_by_would_be_found(kind, key, monkeypatch):
     """As both were, until their kinds refused another value: Megatron's config held it, and no line read it."""

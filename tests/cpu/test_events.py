@@ -191,6 +191,7 @@ def test_a_loss_that_is_no_number_is_in_its_line(tmp_path, monkeypatch):
     assert (figures["loss_finite"], figures["nan_steps"], figures["skipped_steps"]) == (False, 1, 1)
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_said_with_its_layer(tmp_path):
     (end,) = of(told(tmp_path, *SHORT, before=partial(full, "decoder.layers.1")), "end")
     assert (end["reason"], end["phase"], end["step"]) == ("out of memory", "forward", 1)
@@ -229,6 +230,7 @@ def test_a_refused_plan_is_said(tmp_path):
     assert verdict(tmp_path, code=1) == ("refused", 2, "a refusal of the trainer's, rank 0")
 
 
+@pytest.mark.slow
 def test_an_error_is_said_by_its_class(tmp_path):
     def breaks() -> None:
         from nam_megatron.runtime import pretrain

@@ -79,6 +79,7 @@ def test_beats_of_a_run_that_is_well(tmp_path):
     assert all(0 < b.spent < 10 for b in known.values())
 
 
+@pytest.mark.slow
 def test_without_a_folder_nothing_is_written(tmp_path):
     trained(run(tmp_path, "schedule.train_steps=2"))
     assert {p.name for p in tmp_path.iterdir()} == {"plan.json"}

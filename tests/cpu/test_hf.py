@@ -222,7 +222,7 @@ def in_megatron(job) -> None:
 
 
 # Without their fused kernel Megatron turns heads in bf16, and of plain attention little else would be compared.
-@pytest.mark.few("native-fp32", "author-bf16")
+@pytest.mark.few("native-fp32")
 @pytest.mark.parametrize(
     ("name", "dtype"), [(n, d) for n in EVERY for d in ("fp32", "bf16") if d == "fp32" or n not in ("llama tp", "yarn")]
 )
@@ -358,6 +358,7 @@ def test_another_choice_is_a_difference_though_the_export_takes_megatrons(made, 
     in_megatron(job)
 
 
+@pytest.mark.slow
 def test_another_token_prediction_is_a_difference_in_bf16(made, tmp_path):
     """And four tokens, of which each query sees all, show no choice of keys."""
     join = "model.mtp.0.join.weight"

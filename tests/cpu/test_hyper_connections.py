@@ -196,6 +196,7 @@ def test_maps_stay_fp32_in_a_bf16_model():
     assert kept == {at + name for name in (*ALPHAS, "bias", "mapping_proj.weight")}
 
 
+@pytest.mark.slow
 def test_ranks_that_share_a_sequence_have_the_same_streams():
     one, two = (train(Case("*E-", features=FOUR, cp=cp)) for cp in (1, 2))
     assert two.losses == pytest.approx(one.losses, rel=1e-6)

@@ -315,6 +315,7 @@ def refused(folder: Path, *words: str) -> list[str | None]:
     return [p.key for p in resume.another(folder, lowered(*words))]
 
 
+@pytest.mark.slow
 def test_a_layout_that_flattened_the_optimizer_is_kept(tmp_path):
     """In either direction; weights alone go into any."""
     save = (f"schedule.save={tmp_path}", "schedule.save_interval=2", "schedule.global_batch_size=16", "cluster=h200_8")

@@ -95,6 +95,7 @@ def test_harness_gradients_are_the_slopes_of_its_losses():
     assert not bad
 
 
+@pytest.mark.slow
 def test_harness_gradients_are_not_the_weights(whole):
     (held,) = on_ranks(in_layout(NATIVE), harness.weights)
     gradients = whole["native"].gradients
@@ -337,7 +338,7 @@ def test_native_preset_has_the_measured_number_of_parameters():
 # Training -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layout_is_the_same_model(whole, family, layout):
@@ -424,6 +425,7 @@ def test_gathered_tokens_train_what_exchanged_ones_do(layout, forked):
     torch.testing.assert_close(found.gradients, expected.gradients, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("forked", [False, True], ids=["", "router"])
 def test_the_shared_expert_runs_while_tokens_travel(forked):
     """In both directions: what is under way in each journey's time, in the order in which a GPU gets it."""
@@ -475,6 +477,7 @@ def copies(monkeypatch, ddp, rig):
     return set(copied), len(waits)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_end_of_a_bucket_parts_weights_as_the_budget_has_it(ranks):
     """64 x 32 elements are a multiple of what two ranks pad to, and not of what three do."""
@@ -709,6 +712,7 @@ def test_the_local_dispatcher_waits_once_and_late(monkeypatch):
     assert found == ["router", "copy", "shared_experts", "sort", "wait", "experts"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("modules", [["moe"], ["shared_experts"]], ids=str)
 def test_the_local_dispatcher_under_recompute(modules):
     def no_cuda_state(rig):
@@ -737,6 +741,7 @@ def test_the_fused_activation_is_the_same_formula():
     torch.testing.assert_close(fused.gradients, plain.gradients, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_mla_under_tensor_without_sequence_parallelism_drifts_apart():
     """Megatron trains this pair: the replicated down projections get other gradients on each rank (0.19.2)."""
     with pytest.raises(AssertionError, match=r"replicas of .* differ"):

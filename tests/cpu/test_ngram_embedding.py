@@ -94,6 +94,7 @@ def test_what_is_added_is_what_stands_at_the_rows():
     assert share == pytest.approx(used) and 0.2 < used < 1, "the rows that got a gradient are those that are counted"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2, "dp": 2}], ids=str)
 def test_the_step_line_has_the_share_of_rows_that_any_rank_asked_for(layout):
     def job(rig):

@@ -100,7 +100,7 @@ def named(plan) -> dict[str, tuple[int, ...]]:
     return found
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [name for name in PLANS if name != "tied"])
 def test_parameters_are_megatrons(name, monkeypatch):
     monkeypatch.setattr(attention, "TENorm", modules.Norm)  # which Megatron puts on queries and keys itself

@@ -81,7 +81,7 @@ def agree(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert off <= RELATIVE and torch.equal(found.argmax(-1), expected.argmax(-1)), off
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", published.ALL)
 def test_what_is_read_of_a_config_has_the_parameters_of_its_class(name, tmp_path):
     """And a recipe has them, too, or says which argument of Megatron's it has not."""
@@ -99,7 +99,7 @@ def test_what_is_read_of_a_config_has_the_parameters_of_its_class(name, tmp_path
         assert parameters(published.lowering(tmp_path).plan)[0] == total
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", published.MODELS)
 def test_megatron_computes_the_same_logits(made, name):
     folder, plan, weights = made(name)
@@ -118,7 +118,7 @@ def test_megatron_computes_the_same_logits(made, name):
 SECOND = {"glm_4_7_flash": "glm4_moe_lite", "qwen3_5_moe": "qwen3_5_moe_text"}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", published.MODELS)
 def test_what_goes_back_is_what_came_to_the_bit(made, name, tmp_path):
     """And transformers opens it by its own class, with nothing of ours and the same model."""
@@ -411,6 +411,7 @@ def test_nothing_of_a_folder_runs(copied):
     native.load(*copied, False, silent)
 
 
+@pytest.mark.slow
 def test_layers_of_token_prediction_are_left_out_by_word_alone(made, tmp_path):
     folder, plan, weights = made("deepseek_v3")
     shutil.copytree(folder, tmp_path / "hf")
@@ -478,7 +479,7 @@ def test_fp8_in_blocks_is_read_by_its_scales(made, tmp_path):
         native.load(tmp_path / "hf", plan, tmp_path / "other", False, silent)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_next"])
 def test_one_tensor_is_held_at_a_time(made, tmp_path, monkeypatch, name):
     """torch's writer keeps each until its file is whole: a model would have to fit into the host's memory."""
@@ -496,6 +497,7 @@ def test_one_tensor_is_held_at_a_time(made, tmp_path, monkeypatch, name):
     assert len(held) > 9 and tensors(tmp_path / "out") == tensors(weights)
 
 
+@pytest.mark.slow
 def test_a_tied_output_layer_stands_beside_the_embedding_or_for_it(made, tmp_path):
     """As transformers ties two that are equal, or one of which is missing, and leaves two apart that differ."""
     folder, plan, weights = made("qwen3")
@@ -554,6 +556,7 @@ def of_packed(packed, tmp_path: Path, change: dict[str, Any], config: dict[str, 
 UP = "model.layers.1.mlp.experts.gate_up_proj"
 
 
+@pytest.mark.slow
 def test_mxfp4_is_what_transformers_makes_of_it(packed, tmp_path):
     native.load(*of_packed(packed, tmp_path, {}, {}), False, silent)
     assert tensors(tmp_path / "out") == packed[3]
@@ -562,7 +565,7 @@ def test_mxfp4_is_what_transformers_makes_of_it(packed, tmp_path):
     assert torch.equal(quantized.unpacked(blocks, scales), convert_moe_packed_tensors(blocks, scales))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("change", "config", "told"),
     [
@@ -680,7 +683,7 @@ def weights_of(**more: Any) -> dict[str, Any]:
 UNREAD = "config.json` quantizes its weights: `compressed-tensors`"
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("change", "config", "told"),
     [
@@ -754,6 +757,7 @@ def of_config(at: Path, name: str, **more: Any) -> Plan:
     return published.lowering(at).plan
 
 
+@pytest.mark.slow
 def test_dense_layers_anywhere_are_said_where_a_class_reads_them(tmp_path):
     kinds = ["sparse", "dense", "sparse"]
     plan = of_config(tmp_path, "glm_4_7_flash", mlp_layer_types=kinds, num_hidden_layers=3, first_k_dense_replace=None)
@@ -771,6 +775,7 @@ def test_nemotron_hs_class_ties_nothing_and_has_a_residual_stream_of_its_own(tmp
         of_config(tmp_path, "nemotron_h", residual_in_fp32=True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["nam56r", "nam56r_native_dp"])
 def test_nams_lanes_are_no_published_architecture(name):
     """The native lane is Nemotron-H's kinds, and turns heads, which Nemotron-H does not."""
@@ -832,6 +837,7 @@ def test_adapters_go_into_the_weights_that_they_stand_on(made, tmp_path):
     assert told == checksums.whole(checkpoint / "release"), "the step of the adapters, not the one that they stand on"
 
 
+@pytest.mark.slow
 def test_adapters_by_themselves_are_what_peft_reads(made, tmp_path):
     """By its file format: W + alpha / r B A of each module is the merged weight. docs/checkpoints.md: so does the package."""
     checkpoint, _ = adapters(tmp_path / "adapters", made)

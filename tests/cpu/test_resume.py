@@ -104,6 +104,7 @@ def test_a_checkpoint_in_the_background_is_named_once_it_is_whole(whole, at_two,
     assert one == pytest.approx([losses[4], (losses[4] + losses[5]) / 2], abs=1e-2)
 
 
+@pytest.mark.slow
 def test_a_writer_that_dies_ends_the_run(tmp_path):
     """Megatron waits for it for ever."""
 
@@ -467,6 +468,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path):
     assert "Signal 9 (SIGKILL) received by PID" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_data_and_no_other(tmp_path):
     """Built again at the same path, it was accepted, and the record of the data written over. So was another step's folder."""
     save = (f"schedule.save={tmp_path}/ckpt", "schedule.stop_every=2", "data=indexed", f"data.path={tmp_path}/corpus")

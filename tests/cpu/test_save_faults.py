@@ -90,6 +90,7 @@ def test_the_next_run_goes_on_from_it(tmp_path):
     assert logged([rank], norm) == whole[reached:] and newest(tmp_path / "run") == 4
 
 
+@pytest.mark.slow
 def test_the_tracker_names_a_step_whatever_befalls_its_writing(tmp_path):
     """Emptied first, it would name none: of a kill in between, or a disk that is full then."""
     kill = partial(inject.at_call, 2, "SIGKILL", tmp_path / "ckpt" / f".{TRACKER}", ("os.rename",))

@@ -31,6 +31,7 @@ def test_nothing_follows_a_refusal(who, code, tmp_path):
     assert (done.returncode, done.stderr) == (code, "error: no\n")
 
 
+@pytest.mark.slow
 def test_what_is_no_refusal_is_told_by_rank(tmp_path):
     done = ended(tmp_path, "if rank == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)")
     assert done.returncode == 128 + signal.SIGKILL

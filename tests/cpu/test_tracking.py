@@ -92,6 +92,7 @@ def test_what_layers_measured_is_written_too(monkeypatch):
     assert written == {"DSA kept 5": (0.447, 7)}
 
 
+@pytest.mark.slow
 def test_wandb_and_mlflow_are_given_the_same(tmp_path):
     words = [f"feature.tracking.{key}" for key in (
         f"tensorboard={tmp_path}/tb", "wandb_project=p", "wandb_name=n", f"wandb_dir={tmp_path}/w", "mlflow=file:x", "mlflow_experiment=e",

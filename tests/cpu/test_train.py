@@ -346,6 +346,7 @@ def test_it_learns(eight_steps):
     assert eight_steps[-1] < eight_steps[0] - 0.2
 
 
+@pytest.mark.slow
 def test_the_trainer_says_its_last_step_whatever_the_log_hides(tmp_path):
     """`log_interval` hid it, and the step that was begun was told for the one that was done."""
     (rank,) = run(
@@ -1120,6 +1121,7 @@ def test_fill_in_the_middle_needs_its_tokens(tmp_path):
     in_rank(job)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("short", [True, False])
 def test_sockets_below_a_folder_of_a_long_name(tmp_path, short):
     """A worker that could open none left its rank waiting for data without end."""

@@ -217,6 +217,7 @@ def test_a_rank_that_never_comes_is_a_hang(tmp_path):
     assert watch.found.kind == "bootstrap"
 
 
+@pytest.mark.slow
 def test_inspect_shows_the_beats_of_a_live_run(tmp_path):
     launcher = Launcher.start(tmp_path / "receipts", f"steps=60 sleep=0.2 beat=99 touch={tmp_path}/running")
     appears(tmp_path / "running")

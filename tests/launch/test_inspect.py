@@ -215,6 +215,7 @@ def test_a_run_is_found_by_the_beginning_of_its_name(run):
         inspect.find("2", root)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("words", "error"),
     [

@@ -194,6 +194,7 @@ def test_the_installed_one_is_found_where_others_share_its_namespace(queue, tmp_
     assert patches.installed(queue) == there
 
 
+@pytest.mark.slow
 def test_a_patch_that_does_not_fit_shows_gits_words_and_changes_nothing(queue, unpacked):
     (unpacked / FUSED).write_text((unpacked / FUSED).read_text().replace("mask = x_off", "mask  = x_off"))
     moved = tree_hash(unpacked, "megatron")
@@ -202,6 +203,7 @@ def test_a_patch_that_does_not_fit_shows_gits_words_and_changes_nothing(queue, u
     assert tree_hash(unpacked, "megatron") == moved
 
 
+@pytest.mark.slow
 def test_a_series_with_another_result_is_refused(queue, unpacked):
     with pytest.raises(Refused, match="toml says 0000"):
         patch.apply(replace(queue, after="0000"), unpacked)

@@ -203,7 +203,7 @@ def test_a_launcher_killed_in_its_checks_has_a_receipt(root):
     assert sorted(ends) == ["completed", "lost"] and "lost its launcher" in second.err
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "fault",
     [
@@ -217,6 +217,7 @@ def test_no_fault_leaves_a_receipt_open_or_false(root, fault):
     assert bad is None
 
 
+@pytest.mark.slow
 def test_a_second_signal_in_the_checks_changes_nothing(root):
     launcher = Launcher.start(root, "steps=5", STAND_IN_CHECKS="60")
     appears(root.with_name("checking"))
@@ -565,6 +566,7 @@ def test_a_trainer_that_prints_another_runs_lines_has_completed_nothing(root, tm
     assert found["figures"]["window"] is None and "says nothing of this run" in found["reason"]
 
 
+@pytest.mark.slow
 def test_lines_of_another_run_change_no_figure(root, tmp_path):
     """Printed, and put into the file of the events: the nonce is the other run's."""
     launcher = Launcher.start(root, "steps=5", STAND_IN_SAYS=str(whole_run(root, tmp_path)))
@@ -600,6 +602,7 @@ def test_what_no_trainer_of_ours_says_is_no_event(tmp_path, strange):
     assert outcome.events.Newest(tmp_path, "mine").step().number == 2
 
 
+@pytest.mark.slow
 def test_events_that_do_not_fit_are_missed(root):
     """The disk is full from the third step on: the training goes on, and nobody says that the record is whole."""
     launcher = Launcher.start(root, "steps=5 full=3")
@@ -718,7 +721,7 @@ def test_an_hour_that_a_country_takes_or_gives_is_none_of_a_run(tmp_path, monkey
         time.tzset()
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("trainer", "end"), [("steps=2", "completed"), ("steps=2 spoil={}", "failed")])
 def test_data_that_changes_under_a_run_is_not_what_its_receipt_tells_of(root, trainer, end):
     """Swapped between the checks and the trainer, or written over in place while it is read."""

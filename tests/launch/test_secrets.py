@@ -167,7 +167,7 @@ def written(tmp_path, lines: list[str], environ: dict[str, str]) -> tuple[str, s
     return (made.folder / receipt.LOG).read_text(), (made.folder / receipt.FILE).read_text()
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("piece", ["token ....", "key .", "-", "_", "1-", "x-", "://a:", "token-", "password "])
 def test_no_line_takes_long(piece):
     """One of dashes took minutes, while the trainer waited for its pipe."""
@@ -269,6 +269,7 @@ def test_a_token_of_a_tokenizer_is_no_secret():
     assert not list(telltale(["feature.fim.prefix_token=<fim_prefix>", "'feature.fim.pad_token=<|pad|>'"], {}))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("verb", ["show format=sbatch", "show format=torchrun", "run", "check"])
 def test_no_command_takes_a_secret_as_a_word(verb):
     secret = "hf_" + some(34)

@@ -589,6 +589,7 @@ def nowhere(monkeypatch):
 TABLE = Path(__file__).with_name("told.txt")
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
 def test_what_is_found_of_each_case(section, nowhere):
     """Its level and name, or its figures, a line a case; equal cases of a grid share one."""

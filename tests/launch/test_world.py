@@ -339,6 +339,7 @@ def test_the_shell_text_is_what_is_started(tmp_path):
     assert words[-len(argv(c.lowering)) :] == list(argv(c.lowering))
 
 
+@pytest.mark.slow
 def test_what_a_run_would_refuse_is_said_beside_what_is_shown():
     words = ("conf=nam56r_smoke", "cluster=cpu", "trainer=bridge", "format=torchrun")
     done = launch("show", *words)
@@ -642,6 +643,7 @@ def test_waivers_on_the_command_line_need_no_plus():
     assert done.code == 2 and done.err.startswith("error: no finding `gti` to waive @ cluster.waivers.gti")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [

@@ -43,7 +43,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize("preset", ["nam56r", "nam56r_native_dp", "nam52_h200_sparse_8_11_ref_v1", "nam56r_fused"])
 def test_the_cut_keeps_what_makes_a_layout(preset, layout):
@@ -197,6 +197,7 @@ def test_what_is_captured_is_replayed_in_the_proof(impl, steps, eager):
     assert any("runs no hooks" in sentence for sentence in pair.unproven) is (graphs is not None)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("preset", "words"),
     [
@@ -402,6 +403,7 @@ def test_outputs_losses_and_counts_of_all_ranks_are_put_together():
         assert (found.off, found.note) == (inf, "over [3.0, 4.0] tokens, not 4")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("resume", "zero", "limit"), [(None, True, 1e-4), ("reference", False, 1e-5), ("layout", False, 1e-4)]
 )
@@ -1080,6 +1082,7 @@ def test_a_planted_bug_is_found(benches, name):
 # All pairs -------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_pair_has_an_outcome_and_no_run_is_made_twice(monkeypatch, tmp_path, capsys):
     ran = []
 

@@ -134,6 +134,7 @@ def test_narrow_types(name, model, dtype):
     assert generated(narrow, tokens).shape == (2, NEW)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["learned"], scope="session")
 def test_compiled_it_is_the_same(model):
     """Of the model that torch traces within seconds."""

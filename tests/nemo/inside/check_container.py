@@ -70,7 +70,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", [*SHAPES, "nam56r_nemo_native"])
 def test_yaml_there_and_back_is_equal(preset, tmp_path):
     made = nemo.recipe(preset)
@@ -90,7 +90,7 @@ PLAIN = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", PLAIN)
 def test_lint_reads_what_bridge_writes(preset, tmp_path):
     """The fields alone, without the recipe that ours carries, are the words of its command line again; with it they are its plan."""
@@ -199,6 +199,7 @@ def corpus(folder: Path, name: str) -> str:
     return str(folder / name)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("said", ["dataset.data_path={}", "dataset.blend=[[{}],[1.0]]", "dataset.data_path=[{}]"])
 def test_a_corpus_by_the_containers_fields_alone(said, ranks, tmp_path):
     ranks(8)
@@ -219,6 +220,7 @@ def test_several_datasets_by_the_containers_fields_alone(ranks, tmp_path):
     assert _plain(made.dataset.blend) == [paths, [1.0, 2.0]]
 
 
+@pytest.mark.slow
 def test_datasets_for_validation_alone_by_the_containers_fields(ranks, tmp_path):
     ranks(8)
     x, y, z = (corpus(tmp_path, name) for name in "xyz")
@@ -313,6 +315,7 @@ def test_an_overlap_over_data_ranks_is_asked_of_these_alone(ranks):
     assert "`model.wgrad_deferral_limit`" in str(refused.value) and "bucket_size" not in str(refused.value)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", ["nam56r_native_dp", "nam56r_native_dp_fp8"])
 def test_the_precision_of_the_recipe_may_be_named(preset, ranks):
     ranks(8)
@@ -363,6 +366,7 @@ def test_a_misspelt_attribute_is_refused(section, name, said, ranks):
     again.validate()  # what Bridge itself keeps there is no such thing
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["init_method", "output_layer_init_method", "embedding_init_method"])
 def test_an_initialisation_is_the_recipes_with_the_width_that_it_has_there(name, ranks):
     """Each is made of the same function of torch's, whatever its width."""
@@ -658,6 +662,7 @@ def test_the_yaml_needs_no_transformer_engine(monkeypatch, tmp_path):
     assert NamContainer.from_yaml(f"{tmp_path}/container.yaml") == nemo.recipe("nam56r_smoke")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("profiler", ["NsysPlugin", "PyTorchProfilerPlugin"])
 def test_bridges_plugins_work_with_our_command(profiler, ranks, monkeypatch):
     """What each appends to a script's words, as NeMo-Run has it do, is taken by the container, and leaves the model alone."""

@@ -165,7 +165,7 @@ def wrong(made: NamContainer, path: str, value: Any) -> str | None:
 PARTS = [(*CASES[0], n) for n in range(8)] + [(*case, None) for case in CASES[1:]]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("preset", "words", "part"), PARTS, ids=str)
 def test_every_field_is_taken_or_refused_with_a_reason_or_with_words_that_hold(preset, words, part, ranks):
     made = nemo.recipe(preset, words)
@@ -196,7 +196,7 @@ def as_it_is(preset: str, words: tuple[str, ...]) -> dict[str, Any]:
     return flat(nemo.recipe(preset, words))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few("optim.")
 @pytest.mark.parametrize("group", DECIDED, ids=lambda group: group["words"][:40])
 def test_words_that_are_said_to_decide_a_field_do(group):
     """Followed as they stand, by one preset at least."""

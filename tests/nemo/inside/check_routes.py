@@ -147,7 +147,7 @@ def differing(section: str, config, values) -> dict[str, tuple]:
     return found
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 def test_bridges_container_agrees_with_the_parser(case, monkeypatch):
     lowering, values = case
     made = container(lowering)

@@ -248,7 +248,7 @@ def test_commands_that_stop_and_resume_are_one_run(tmp_path):
         assert any(f"says step {step}, and `latest_train_state.pt` 4" in text for text in refusals(*goes_on))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("start", ["load", "pretrained"])
 def test_a_checkpoint_that_was_exchanged_once_it_was_judged_is_refused(start, pretrained, tmp_path):
     """Bridge looks at the disk again, and begins with random weights where there is none any more, or with others."""
@@ -280,6 +280,7 @@ def test_a_checkpoint_that_was_exchanged_once_it_was_judged_is_refused(start, pr
     assert f"error: `{folder}` was changed after it was looked at: {what} @ schedule.{start}" in rank.err
 
 
+@pytest.mark.slow
 def test_a_step_without_its_own_state_of_training_is_refused(pretrained, tmp_path):
     """Bridge would go on with the data from the first sample."""
     shutil.copytree(pretrained / "bridge", tmp_path / "run")
@@ -306,7 +307,7 @@ def megatrons(*overrides: str) -> list:
     return list(checkpoint.objections(translate(load("nam56r_smoke", (*SMALL, *overrides)))))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "runner"), [(1, by_others), (3, by_bridge)])
 def test_a_nan_ends_the_run_and_is_traced(step, runner, tmp_path):
     def poisoned(words: list[str]) -> int:
@@ -482,6 +483,7 @@ def test_a_blend_of_answers_is_learned_in_its_shares_and_resumed(pretrained, tmp
                              f"line 1 of `{tmp_path}/rest/training.jsonl` is no JSON object"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_weights_of_the_other_trainer_are_the_same_start(pretrained, tmp_path):
     """Under another seed: were they not loaded, random ones would differ."""
     short = ("schedule.train_steps=1", "optim.warmup_steps=0")
@@ -616,6 +618,7 @@ def observed(words: list[str]) -> int:
     return code
 
 
+@pytest.mark.slow
 def test_what_is_no_start_and_what_no_sample_is_refused(pretrained, tmp_path):
     good = sft(pretrained)
     for more, said in (
@@ -647,6 +650,7 @@ def test_what_is_no_start_and_what_no_sample_is_refused(pretrained, tmp_path):
         assert said in unfit(*good, f"data.path={folder}")[0], said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "more", "said"),
     [
@@ -668,6 +672,7 @@ def test_an_answer_that_bridge_would_not_learn_is_refused(answer, more, said, pr
     assert unfit(*sft(pretrained), *words) == ([said.format(path)] if said else [])
 
 
+@pytest.mark.slow
 def test_an_end_that_bridge_would_not_learn_is_refused(pretrained, tmp_path):
     encoder = AutoTokenizer.from_pretrained(pretrained / "tokenizer")
     encoder.add_special_tokens({"eos_token": "<pad>"})
@@ -676,6 +681,7 @@ def test_an_end_that_bridge_would_not_learn_is_refused(pretrained, tmp_path):
     assert said == "texts end with `<pad>`, which Bridge never learns"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", ["megatron", "bridge"])
 def test_answers_in_other_tokens_than_the_weights_have_learned_are_refused(pretrained, tmp_path, start):
     """A run keeps the manifest of its dataset beside its checkpoints, and that the hash of its tokenizer."""
@@ -694,6 +700,7 @@ def test_answers_in_other_tokens_than_the_weights_have_learned_are_refused(pretr
     assert "is of another run: `optim.lr`" in unfit(*words)[0], "a step that somebody has put there"
 
 
+@pytest.mark.slow
 def test_each_trainer_and_command_says_whose_work_it_is(pretrained, tmp_path, monkeypatch, capfd):
     (rank,) = ran(tmp_path / "plan.json", lambda words: train.main(words, time.time()), *sft(pretrained))
     assert rank.code == 2 and "Megatron's own trainer reads no prompts and answers" in rank.err
