@@ -185,6 +185,7 @@ def facts() -> str:
     return json.dumps(every, indent=1) + "\n"
 
 
+@cache
 def meant(name: str) -> str:
     """The preset that a name stands for: an alias's evidence is its preset's. Raises Refused."""
     names = presets()
