@@ -20,10 +20,6 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # A shell starts what it puts into the background with Ctrl-C ignored, and every process below inherits that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# How long an example takes says how busy the machine is; what CI tries is what everybody tries.
-settings.register_profile("house", deadline=None, derandomize=True)
-settings.load_profile("house")
-
 # What is imported stays. Python would look for garbage among all of it again and again, and each fork that does copies every page.
 gc.disable()
 
@@ -42,6 +38,13 @@ def pytest_addoption(parser):
     parser.addoption(
         "--rewrite-golden", action="store_true", help="write tests/golden/ anew instead of comparing with it"
     )
+
+
+def pytest_configure(config):
+    """How long an example takes says how busy the machine is; what CI tries is what everybody tries, fewer among the quick tests."""
+    quick = config.option.markexpr == "not slow"
+    settings.register_profile("house", deadline=None, derandomize=True, max_examples=30 if quick else 100)
+    settings.load_profile("house")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -147,6 +147,7 @@ INDIFFERENT = {
 }  # fmt: skip
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("case", INDIFFERENT)
 def test_bucket_does_not_care(case):
     base, change, buckets, owners = INDIFFERENT[case]
@@ -1121,6 +1122,7 @@ def test_fit_and_sweep():
     assert rows[2].split()[0] == "65536" and rows[2].endswith("fits")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 @pytest.mark.parametrize(
     "words", [("against=[nam56r_smoke]",), ("sweep=micro_batch_size:1:4",), ("parallel.pipeline=2",)]
@@ -1158,6 +1160,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("case", REFUSED)
 def test_nonsense_is_refused_with_its_key(case):
     words, message = REFUSED[case]
@@ -1302,6 +1305,7 @@ def test_what_a_launch_does_not_say_is_asked_for_before_it_is_priced_or_counted(
         of_yaml(tmp_path / "verl.sh", gpus=())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -1398,6 +1402,7 @@ def test_the_copy_that_a_refused_budget_speaks_of_is_priced(flag, tmp_path):
     of_yaml(file, gpus=())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("change", "said"),
     [

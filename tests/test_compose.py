@@ -16,6 +16,7 @@ from nam_megatron.errors import Refused
 CHOICE = ["preset=nam56r_smoke", "optim=muon", "+overlay=fused"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "words",
     [

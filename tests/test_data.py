@@ -378,7 +378,7 @@ MOMENTS = {  # of the build's functions the one after which the input is another
 }
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("change", ["longer", "same size", "gone", "back again", "one more", "tokenizer", "its config"])
 def test_an_input_that_changes_meanwhile_makes_no_dataset(tmp_path, bpe, monkeypatch, capsys, moment, change):

@@ -99,6 +99,7 @@ def idle(name: str, key: str, value: Any) -> list[Any]:
     return silent
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_key_of_a_preset_does_something_or_is_refused(name):
     told = [
@@ -180,6 +181,7 @@ COMPUTES = {
 }  # fmt: skip
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", COMPUTES.values(), ids=COMPUTES)
 def test_a_layout_that_decides_what_is_computed_is_no_other_order_of_sums(case):
     *sides, expected = case

@@ -195,7 +195,7 @@ def drawn(count: int, seed: int) -> list[tuple[str, int, str]]:
     return of[:count]
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("writer", "number", "fault"), drawn(12, 2))
 def test_a_fault_while_a_command_writes(tmp_path, writer, number, fault):
     tried(tmp_path, writer, number, fault)

@@ -471,6 +471,7 @@ def test_a_second_owner_is_our_mistake(monkeypatch):
         translate(changed(NATIVE, {}))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_translating_twice_is_byte_identical(name):
     first, second = (argv.plan_json(translate(load(name))) for _ in range(2))

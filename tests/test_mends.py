@@ -154,6 +154,11 @@ def test_no_patch_changes_a_file_where_a_mend_has_its_place():
 # No replacement outside of the series -----------------------------------------------------------------------------------
 
 
+def last(node: ast.expr) -> str:
+    """The name that is called, of whatever it is an attribute."""
+    return getattr(node, "attr", getattr(node, "id", ""))
+
+
 def replaced(source: str) -> list[str]:
     """What the code puts into modules, classes and functions of others: assignments to their attributes, however they are written."""
     tree, theirs = ast.parse(source), set()
@@ -174,9 +179,9 @@ def replaced(source: str) -> list[str]:
                 if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "sys.modules":
                     return named(node.slice)
                 node = node.value
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("vars", "getattr") and node.args:
+            elif isinstance(node, ast.Call) and last(node.func) in ("vars", "getattr") and node.args:
                 node = node.args[0]
-            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
+            elif isinstance(node, ast.Call) and last(node.func) == "import_module" and node.args:
                 return named(node.args[0])
             else:
                 return isinstance(node, ast.Name) and node.id in theirs
@@ -192,9 +197,11 @@ def replaced(source: str) -> list[str]:
             targets = [one for target in node.targets for one in getattr(target, "elts", [target])]
         elif isinstance(node, ast.AugAssign | ast.AnnAssign):
             targets = [node.target]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in SETTERS and node.args:
+        elif isinstance(node, ast.Call) and last(node.func) in SETTERS and node.args:
             targets = [ast.Attribute(node.args[0], "?")]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("__dict__.update", ")).update")):
+        elif last(getattr(node, "func", None)) == "update" and ast.unparse(node.func).endswith(
+            ("__dict__.update", ")).update")
+        ):
             targets = [node.func]
         found += [
             f"{getattr(node, 'lineno', 0)}: {ast.unparse(target)}"

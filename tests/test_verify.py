@@ -310,6 +310,7 @@ def test_command_says_it_in_three_lines_and_exits_with_the_verdict():
     assert "fields compared" in first and "pinned" in second and third.endswith("not built: mamba3")
 
 
+@pytest.mark.slow
 def test_command_as_json():
     done = command("conf=nam56r_smoke", "format=json")
     tree = json.loads(done.stdout)

@@ -29,5 +29,5 @@ def test_patched_all_block_sizes_pass(queue, unpacked):
 
 def test_pristine_the_block_sizes_that_do_not_divide_56_fail(unpacked):
     # The query alone: the other kernels of a pristine Megatron write outside their tensors and may take the process with them.
-    said = run(unpacked, "-k", "query")
-    assert sorted(re.findall(r"FAILED \S*::test_query\[(\d+)\]", said)) == ["16", "32"] and "6 passed" in said
+    said = run(unpacked, "-k", "query and (16 or 64)")
+    assert re.findall(r"FAILED \S*::test_query\[(\d+)\]", said) == ["16"] and "1 passed" in said

@@ -177,6 +177,7 @@ def test_what_is_allowed_to_the_layout_needs_no_use_on_one_rank(device):
     assert pair.layout.plan.recipe.world_size == 2 and not pair.reference.plan.recipe.allow
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("steps", "eager"), [(1, None), (2, 1), (3, 2), (9, 3)])
 @pytest.mark.parametrize("impl", ["full_iteration", "transformer_engine"])
 def test_what_is_captured_is_replayed_in_the_proof(impl, steps, eager):

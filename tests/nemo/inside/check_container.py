@@ -662,7 +662,7 @@ def test_the_yaml_needs_no_transformer_engine(monkeypatch, tmp_path):
     assert NamContainer.from_yaml(f"{tmp_path}/container.yaml") == nemo.recipe("nam56r_smoke")
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("profiler", ["NsysPlugin", "PyTorchProfilerPlugin"])
 def test_bridges_plugins_work_with_our_command(profiler, ranks, monkeypatch):
     """What each appends to a script's words, as NeMo-Run has it do, is taken by the container, and leaves the model alone."""
