@@ -31,4 +31,4 @@ CASES = {
 def test_one_gpu_computes_what_naive_kernels_compute(words):
     preset, *overrides = words
     found = proof.prove(load(preset, overrides), device="cuda", steps=2)
-    assert found.word == proof.PROVEN, text(found)
+    assert found.word == proof.PROVEN, text(found, every=True)
