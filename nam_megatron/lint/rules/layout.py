@@ -103,6 +103,8 @@ def _pipeline(a: Args, m: Model) -> Iterator[str]:
             yield f"no layer `{strange.pop()}`; E, t, m and L are the embedding, a layer, MTP and the loss"
         elif stages.count("t") != m.num_layers:
             yield f"{stages.count('t')} layers in --pipeline-model-parallel-layout, {m.num_layers} in the model"
+        elif stages.count("m") != (a.mtp_num_layers or 0):
+            yield f"{stages.count('m')} of MTP in --pipeline-model-parallel-layout, {a.mtp_num_layers or 0} in the model"
         elif stages[0] != "E" or stages[-1] != "L":
             yield "--pipeline-model-parallel-layout begins with E, the embedding, and ends with L, the loss"
     elif m.pattern is not None:
