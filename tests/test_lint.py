@@ -1557,12 +1557,28 @@ def test_flags_of_another_parser_are_a_note_and_nothing_is_lacking():
 def test_flags_with_underscores_are_megatrons_in_another_program():
     flags = (
         DESCRIBED.replace("-size", "_size").replace("-layers", "_layers")
-        + " --use_distributed_optimizer true --sequence_parallel false"
+        + " --use_distributed_optimizer True --sequence_parallel false --moe_permute_fusion False"
     )
     flags = flags.replace("hidden-size", "hidden_size").replace("attention-heads", "attention_heads")
     found = lint(f"megatron sft {flags.replace('num-', 'num_')}")
     assert found.args.hidden_size == 1024 and found.args.use_distributed_optimizer and not found.args.sequence_parallel
+    assert found.args.moe_permute_fusion is False
     assert found.exit_code == 0 and "names with underscores" in report.text(found)
+
+
+def test_what_its_parser_refuses_is_not_read_as_before():
+    found = lint(f"torchrun t.py {DESCRIBED} --no-weight-decay-cond-type qwen3_next --its-own 1")
+    notes = " ".join(describe.notes(found.args, found.model))
+    assert ids(found)["bad-value"] and "read as before" not in notes
+
+
+def test_a_variable_for_rays_workers_is_set(tmp_path):
+    (tmp_path / "model.sh").write_text(f"A=({DESCRIBED} --moe-token-dispatcher-type alltoall)\n")
+    text = """source "$(dirname "$0")/model.sh"\nENV="{\\"env_vars\\": {\\"CUDA_DEVICE_MAX_CONNECTIONS\\": \\"1\\"}}"
+ray job submit --runtime-env-json="$ENV" -- python3 t.py ${A[@]} --tensor-model-parallel-size 2 --moe-token-dispatcher-type flex"""
+    for said, told in ((text, False), (text.replace("CUDA_DEVICE", "CUDA"), True)):
+        found = lint(said, str(tmp_path / "run.sh"))
+        assert told is ("does not export it" in " ".join(describe.notes(found.args, found.model)))
 
 
 def test_text_whose_flags_no_command_has_is_read_in_part():
@@ -1891,6 +1907,8 @@ MIXTRAL = " ".join(words(MOE | {"--moe-router-topk": None, "--untie-embeddings-a
          (" --moe-router-force-load-balancing", "")),
         ("not-the-card", "llama2_70b.sh", f"torchrun t.py {LLAMA70} --kv-channels 128".replace("8192", "7168").replace("s 64", "s 56"),
          ("heads 56", "heads 64")),
+        ("bad-value", "r.sh", f"ray job submit -- python3 train.py {DESCRIBED} --moe-layer-freq \"'([1]*8)'\"", ("ray job submit --", "")),
+        ("pattern-symbol", "n.yaml", 'A:\n  --num-layers: 2\n  --lr: 1\n  --hybrid-layer-pattern: \\"M*\\"', ('"M', '"?M')),
         ("unknown-variable", "r.py", "def recipe():\n    cfg.model.num_layers = f()\n    cfg.model.hidden_size = 64", ()),
     ],
 )  # fmt: skip

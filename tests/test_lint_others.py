@@ -712,6 +712,12 @@ def test_areal_with_a_list_for_a_dtype_is_read_without_it():
 def test_areal_with_another_backend_trains_nothing_of_megatrons():
     launch = lint(AREAL.format("fsdp:d8", "true")).launch
     assert launch.gpus is None and any("another backend trains" in note for note in launch.notes)
+    verl = "actor_rollout_ref: {actor: {strategy: %s, megatron%s: {seed: 1}}, rollout: {tensor_model_parallel_size: 2, seed: 1}}"
+    nemo = "policy: {dtensor_cfg: {sequence_parallel: true, context_parallel_size: 1}, megatron_cfg%s: {enabled: true, seed: 1}}"
+    assert lint(verl % ("fsdp", "")).launch.words and lint(nemo % "").launch.words
+    for text in (verl % ("fsdp", "_"), nemo % "_"):
+        with pytest.raises(Refused, match="no Megatron flag"):
+            lint(text)
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,9 @@ def notes(a: Args, m: Model) -> Iterator[str]:
     if unread := [a.written(name) for name in a.sure(*IDLE)]:
         yield f"read, and of no effect in this Megatron: {', '.join(unread)}"
     names = dict.fromkeys(ALIASES, "") | {name: f" ({hint})" for name, hint in OLD.items()}
-    if old := [a.written(name) + hint for name, hint in names.items() if a.sure(name) and not a.switched_off(name)]:
+    refused = {*a.foreign, *(t.about for t in a.trouble)}
+    said = {a.written(name): hint for name, hint in names.items() if a.sure(name) and not a.switched_off(name)}
+    if old := [word + hint for word, hint in said.items() if word not in refused]:
         yield f"deprecated, and read as before in this Megatron: {', '.join(old)}"
     if without := [found.replace("\t", " ") for found in idle(a, m, "noted")]:
         yield f"of no effect here: {', '.join(without)}"
@@ -253,7 +255,8 @@ def notes(a: Args, m: Model) -> Iterator[str]:
         lambda: m.tp * m.cp > 1
         and not m.fsdp
         and not m.blackwell
-        and "CUDA_DEVICE_MAX_CONNECTIONS" not in a.launch.env,
+        and "CUDA_DEVICE_MAX_CONNECTIONS" not in a.launch.env
+        and not re.search(r"CUDA_DEVICE_MAX_CONNECTIONS\W+\d", a.launch.text),  # in a JSON for Ray's workers, say
         False,
     ):
         yield "tensor and context parallelism demand CUDA_DEVICE_MAX_CONNECTIONS=1 on Hopper and before; the text does not export it"

@@ -232,6 +232,13 @@ def of_command(words: Iterable[str], target: Target) -> Said | None:
     return of_tree(tree, target, recipe=recipe)
 
 
+def without_megatron(tree: Tree) -> bool:
+    """Whether another backend trains what a YAML of NeMo-RL or verl says, whose sizes are then its own or those of generation."""
+    actor = next(at(tree, "actor_rollout_ref.actor"), None)
+    fsdp = isinstance(actor, dict) and actor.get("strategy") in ("fsdp", "fsdp2", "veomni") and "megatron" not in actor
+    return fsdp or (any(at(tree, "policy.dtensor_cfg")) and not any(at(tree, "policy.megatron_cfg")))
+
+
 def of_tree(tree: Tree, target: Target, elsewhere: bool = False, recipe: bool = False) -> Said | None:
     """Of a YAML; None where no program here writes such. elsewhere: it starts from other files. recipe: of words over one of Bridge's.
 

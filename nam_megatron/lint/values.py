@@ -255,12 +255,12 @@ class Args:
                 taken = following[: OURS.get(name, next(flags, len(following)))]
                 self._unknown(name)
             elif flag.action != "store":
-                spelt = (self._underscores or self.launch.program) and following
-                taken = following[:1] if spelt and (following[0] in ("true", "false") or holes(following[0])) else []
+                spelt = following[0] if (self._underscores or self.launch.program) and following else ""
+                taken = [spelt] if spelt.lower() in ("true", "false") or holes(spelt) else []
                 if taken and (names := holes(taken[0])):
                     self.given[flag.dest].append((name, Open(names), f"{name} {taken[0]}"))
                 elif taken:
-                    self.given[flag.dest].append((name, positive is (taken[0] == "true"), f"{name} {taken[0]}"))
+                    self.given[flag.dest].append((name, positive is (spelt.lower() == "true"), f"{name} {spelt}"))
                 elif equals:
                     self.trouble.append(Trouble("bad-value", shown(word), "takes no value"))
                 else:
