@@ -1547,6 +1547,8 @@ def test_flags_of_another_parser_are_a_note_and_nothing_is_lacking():
     assert "--sglang-mem-fraction" in report.text(found)
     old = lint(f"python pretrain_gpt.py {DESCRIBED} --use-mcore-models --moe-enable-deepep")
     assert "--moe-enable-deepep (use `--moe-flex-dispatcher-backend deepep`)" in " ".join(report.text(old).split())
+    refused = lint(f"torchrun t.py {DESCRIBED} --no-weight-decay-cond-type qwen3_next")
+    assert ids(refused)["bad-value"] and "read as before" not in " ".join(report.text(refused).split())
     megatrons = lint(f"python pretrain_gpt.py {DESCRIBED} {OF_ANOTHER}")
     assert not ids(megatrons)["unknown-flag"] and ids(megatrons)["missing-flag"]  # `rollout` is no `global` misspelt
     assert "0.19.2's parser stops at --rollout-batch-size, --actor-num-nodes, --sglang-mem-fraction" in " ".join(
@@ -1566,12 +1568,6 @@ def test_flags_with_underscores_are_megatrons_in_another_program():
     assert found.exit_code == 0 and "names with underscores" in report.text(found)
 
 
-def test_what_its_parser_refuses_is_not_read_as_before():
-    found = lint(f"torchrun t.py {DESCRIBED} --no-weight-decay-cond-type qwen3_next --its-own 1")
-    notes = " ".join(describe.notes(found.args, found.model))
-    assert ids(found)["bad-value"] and "read as before" not in notes
-
-
 def test_a_variable_for_rays_workers_is_set(tmp_path):
     (tmp_path / "model.sh").write_text(f"A=({DESCRIBED} --moe-token-dispatcher-type alltoall)\n")
     text = """source "$(dirname "$0")/model.sh"\nENV="{\\"env_vars\\": {\\"CUDA_DEVICE_MAX_CONNECTIONS\\": \\"1\\"}}"
@@ -1579,6 +1575,7 @@ ray job submit --runtime-env-json="$ENV" -- python3 t.py ${A[@]} --tensor-model-
     for said, told in ((text, False), (text.replace("CUDA_DEVICE", "CUDA"), True)):
         found = lint(said, str(tmp_path / "run.sh"))
         assert told is ("does not export it" in " ".join(describe.notes(found.args, found.model)))
+        assert not ids(found)["given-twice-runs"]  # a model's file, and what the launch says over it
 
 
 def test_text_whose_flags_no_command_has_is_read_in_part():
@@ -1909,6 +1906,11 @@ MIXTRAL = " ".join(words(MOE | {"--moe-router-topk": None, "--untie-embeddings-a
          ("heads 56", "heads 64")),
         ("bad-value", "r.sh", f"ray job submit -- python3 train.py {DESCRIBED} --moe-layer-freq \"'([1]*8)'\"", ("ray job submit --", "")),
         ("pattern-symbol", "n.yaml", 'A:\n  --num-layers: 2\n  --lr: 1\n  --hybrid-layer-pattern: \\"M*\\"', ('"M', '"?M')),
+        ("fp8-flags-ignored", "f.sh", f"torchrun t.py {DESCRIBED} --first-last-layers-bf16 --fp4-format e2m1", ("--fp4-format e2m1", "")),
+        *((rule, "f.sh", f"torchrun pretrain_gpt.py {DESCRIBED} --num-experts 8 {said} --moe-own-routing", (" --moe-own-routing", ""))
+          for rule, said in (("moe-top-1", "--moe-router-topk 1"),
+                             ("moe-no-balancing", "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0"))),
+        ("idle-flag", "s.sh", f"torchrun t.py {DESCRIBED} --load x --save-interval 1000000", ("1000000", "1000")),
         ("unknown-variable", "r.py", "def recipe():\n    cfg.model.num_layers = f()\n    cfg.model.hidden_size = 64", ()),
     ],
 )  # fmt: skip

@@ -207,8 +207,8 @@ def notes(a: Args, m: Model) -> Iterator[str]:
         yield f"read, and of no effect in this Megatron: {', '.join(unread)}"
     names = dict.fromkeys(ALIASES, "") | {name: f" ({hint})" for name, hint in OLD.items()}
     refused = {*a.foreign, *(t.about for t in a.trouble)}
-    said = {a.written(name): hint for name, hint in names.items() if a.sure(name) and not a.switched_off(name)}
-    if old := [word + hint for word, hint in said.items() if word not in refused]:
+    hints = {a.written(name): hint for name, hint in names.items() if a.sure(name) and not a.switched_off(name)}
+    if old := [word + hint for word, hint in hints.items() if word not in refused]:
         yield f"deprecated, and read as before in this Megatron: {', '.join(old)}"
     if without := [found.replace("\t", " ") for found in idle(a, m, "noted")]:
         yield f"of no effect here: {', '.join(without)}"

@@ -103,6 +103,7 @@ OWN_WORDS = {
     "default-positions": re.compile("rope|rotary|alibi|position"),
     "default-normalization": re.compile("(?<!grad-)norm"),
     **dict.fromkeys(("default-top-k", "default-balancing", "moe-sequential"), re.compile("moe|expert|router")),
+    **dict.fromkeys(("moe-top-1", "moe-no-balancing"), re.compile("moe|expert|router")),
 }
 
 
@@ -235,10 +236,10 @@ def _unknown_flags(a: Args, m: Model, rule: str = "unknown-flag") -> list[str]:
     return [f"{t.about}\t{t.detail}\t{t.fix}" for t in a.trouble if t.rule == rule and t not in others]
 
 
-def _overrides(a: Args, name: str) -> bool:
-    """Whether what is given last stands in a block that the text calls overrides."""
-    last = max(a.launch.lines(a.given[name][-1][0]), default=0)
-    return any(
+def _overrides(a: Args, name: str, runs: bool) -> bool:
+    """Whether what is given last stands in a block that the text calls overrides, or, of how it runs, over a file that it sources."""
+    last = max(a.launch.lines(flag := a.given[name][-1][0]), default=0)
+    return (runs and 0 < a.launch.text.count(flag) < len(a.given[name])) or any(
         re.match(r"\s*#.*\boverrid", line, re.IGNORECASE)
         for line in a.launch.text.splitlines()[max(last - 12, 0) : last]
     )
@@ -262,7 +263,7 @@ def _twice(runs: bool) -> When:
     return lambda a, m: [
         f"{' ... '.join(shown(g[2]) for g in a.given[n])}\t{'its program knows which' if a.launch.program else 'the last one'} counts"
         for n in a.contradictions
-        if not SHOWN.match(n) and bool(RUNS.search(n)) is runs and not _overrides(a, n)
+        if not SHOWN.match(n) and bool(RUNS.search(n)) is runs and not _overrides(a, n, runs)
     ]
 
 

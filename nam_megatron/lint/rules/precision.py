@@ -10,7 +10,7 @@ from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, VALIDATE, Rule, eac
 from nam_megatron.lint.rules.terms import trap
 from nam_megatron.lint.values import Args
 
-FP8_ONLY = ("fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "first_last_layers_bf16")
+FP8_ONLY = ("fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
 
 # What deterministic mode takes of the environment, where a launch sets it.
 DETERMINISTIC = {
@@ -32,7 +32,7 @@ def _deterministic(a: Args, m: Model) -> Iterator[str]:
 
 def _without_fp8(a: Args, m: Model) -> Iterator[str]:
     if not a.fp8:
-        yield from each(a, FP8_ONLY)
+        yield from each(a, (*FP8_ONLY, *["first_last_layers_bf16"] * (not a.fp4)))
     elif a.transformer_impl == "local" and not m.hybrid:
         yield f"{a.written('fp8')}\tno layer of `--transformer-impl local` computes in it\tleave `--transformer-impl local` out"
 
