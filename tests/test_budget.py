@@ -1015,6 +1015,7 @@ def test_fit_finds_nothing_where_nothing_fits():
     assert fit.best is None and fit.beyond.value == 1
 
 
+@pytest.mark.slow
 def test_fit_is_the_first_value_with_headroom_where_more_needs_less():
     words = ("model.seq_length=81920", "schedule.micro_batch_size=1", "schedule.global_batch_size=24", *FULL)
     recipe = load("nam56r_fused", ["cluster=h200_1", *words])
@@ -1234,6 +1235,7 @@ def test_a_container_of_others_is_priced_or_refused_by_name(monkeypatch, capsys)
     assert end.value.code == 0 and "31,577,937,344 parameters" in out.out and "--ddp-bucket-size 134217728" in out.err
 
 
+@pytest.mark.slow
 def test_nemotrons_yaml_is_priced_as_the_recipe_that_it_names(tmp_path):
     tree = yaml.safe_load((Path(__file__).parents[1] / "examples/nemo/nemotron.yaml").read_text())
     name, text, notes, _ = of_yaml(Path(__file__).parents[1] / "examples/nemo/nemotron.yaml", gpus=())
@@ -1336,6 +1338,7 @@ def test_a_forks_own_flags_are_named(tmp_path):
     assert all(word.split()[0] in note for word in mine)
 
 
+@pytest.mark.slow
 def test_what_a_published_config_leaves_open_is_asked_for_or_said(tmp_path):
     """The longest sequence that the model takes was priced, on 8 GPUs, and without the layer of token prediction."""
     (file := tmp_path / "config.json").write_text(json.dumps(CONFIGS["glm_4_7_flash"]))
@@ -1375,6 +1378,7 @@ IDLE = """--attention-softmax-in-fp32 --save $1 --save-interval 9 --load $1 --ev
   --async-save --rampup-batch-size 16 16 1000 --lr $LR --min-lr $X --seed $S --lr-warmup-iters $V --clip-grad $X --train-iters $N"""
 
 
+@pytest.mark.slow
 def test_what_nothing_is_held_for_stands_in_no_budgets_way(tmp_path):
     """Nor in one whose evaluations and checkpoints delayed scaling's laws would refuse. Other modules are other memory."""
     (file := tmp_path / "train.sh").write_text(plain := " ".join(LAUNCH.split()))

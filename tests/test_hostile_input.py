@@ -123,6 +123,7 @@ def test_interpolations_that_go_in_circles_are_refused(tmp_path, words):
     assert done.code == 2 and done.err.startswith("error: ") and "Traceback" not in done.err
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e308", "0.5", "true", "x"])
 def test_an_imbalance_is_a_number(tmp_path, value):
     done = warm("conf=nam56r_smoke", f"imbalance={value}", cwd=tmp_path, module="nam_megatron.budget.__main__")
@@ -181,6 +182,7 @@ def interrupted(words: list[str], after: float, tmp_path: Path) -> tuple[int, st
         return process.returncode, said, time.monotonic() - begun
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("module", ["nam_megatron.translate", "nam_megatron.verify", "nam_megatron.budget", "launch"])
 @pytest.mark.parametrize("after", [0.08, 0.15, 0.25, 0.4])
 def test_ctrl_c_while_a_command_is_imported_is_no_traceback(tmp_path, module, after):

@@ -77,6 +77,7 @@ def test_launch_steps_in_exactly_these_traps(path):
     assert ids(lint(path.read_text(), path.name)) == Counter(declared(path, "finds"))
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("path", FIXTURES, ids=lambda p: p.name)
 def test_megatron_refuses_what_will_fail_and_nothing_else(path, oracle):
     (verdict,) = declared(path, "megatron")
@@ -190,6 +191,7 @@ def launch(base: dict, change: dict, env: dict | None = None):
     return lint(f"{text}\ntorchrun --nproc-per-node 8 train.py {line}", "case")
 
 
+@pytest.mark.few(60)
 @pytest.mark.parametrize("rule", CASES)
 def test_rule_finds_its_trap_and_megatron_agrees(rule, oracle):
     base, change, *env = CASES[rule]
@@ -207,6 +209,7 @@ def test_rule_finds_its_trap_and_megatron_agrees(rule, oracle):
     ).error
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("pair", CONFLICTING, ids="-".join)
 def test_two_flags_that_are_refused_together_are_taken_alone(pair, oracle):
     base, change = CONFLICTING[pair]

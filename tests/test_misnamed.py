@@ -104,6 +104,7 @@ def test_text_folds_between_words():
     assert text.split() == ["name", *("a-hyphenated-word and `python -m nam_megatron.translate` " * 3).split()]
 
 
+@pytest.mark.slow
 def test_lists_break_no_word_on_a_terminal_of_80_columns():
     ours, theirs = pty.openpty()
     env = os.environ | {"COLUMNS": "80", "PYTHONPATH": str(REPO)}

@@ -260,6 +260,7 @@ YARN = {
 }  # fmt: skip
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("flag", YARN)
 def test_yarn_is_compared_where_it_is_read(flag, oracle):
     """MLA has fields, GQA has attributes of other names. Length and betas Megatron's parser hands to GQA alone, and our trainer on."""

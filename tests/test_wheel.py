@@ -62,6 +62,7 @@ def test_a_card_says_what_the_records_of_the_checkout_say(installed, tmp_path):
     assert (found.returncode, found.stdout) == (0, card.text("nam56r_smoke")), found.stderr
 
 
+@pytest.mark.slow
 def test_a_preset_of_ones_own(installed, tmp_path):
     (tmp_path / "own" / "preset").mkdir(parents=True)
     head = "# @package _global_\ndefaults: [nam56r_smoke, _self_]\npreset: {name: mine, about: x, alias_of: null}\n"

@@ -215,7 +215,7 @@ def test_two_ranks_that_share_a_sequence_are_one(whole):
     same(train(replace(CASE, cp=2)), whole)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [{}, {"tp": 2}, {"cp": 2}], ids=["one rank", "tensor 2", "context 2"])
 @pytest.mark.parametrize("recompute", ["none", "in_proj"])
 def test_heads_in_pieces_are_all_heads(ranks, recompute):

@@ -31,7 +31,7 @@ def state(rig: Rig) -> dict:
     return rig.model.sharded_state_dict(metadata={"dp_cp_group": rig.model.pg_collection.dp_cp})
 
 
-@pytest.mark.few("m2rnn")
+@pytest.mark.few("m2rnn-1")
 @pytest.mark.parametrize(("written", "read"), [(1, 2), (2, 1)])
 @pytest.mark.parametrize("kind", CASES)
 def test_another_tensor_parallel_size_reads_the_same_model(tmp_path, kind, written, read):

@@ -205,6 +205,7 @@ BUILT = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_number_has_its_layer(family, pp):
@@ -848,7 +849,7 @@ def expert_biases(model):
     return [b for name, b in model.named_buffers() if name.endswith("expert_bias")]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("written", "read"), [("tp2", "tp2"), ("one", "tp2"), ("tp2", "one"), ("pp2", "ep2")])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_checkpoint_is_read_in_any_layout(tmp_path, family, written, read):

@@ -99,7 +99,7 @@ def test_what_is_read_of_a_config_has_the_parameters_of_its_class(name, tmp_path
         assert parameters(published.lowering(tmp_path).plan)[0] == total
 
 
-@pytest.mark.few("llama_3")
+@pytest.mark.few("llama_3_1")
 @pytest.mark.parametrize("name", published.MODELS)
 def test_megatron_computes_the_same_logits(made, name):
     folder, plan, weights = made(name)
@@ -118,7 +118,7 @@ def test_megatron_computes_the_same_logits(made, name):
 SECOND = {"glm_4_7_flash": "glm4_moe_lite", "qwen3_5_moe": "qwen3_5_moe_text"}
 
 
-@pytest.mark.few("llama_3")
+@pytest.mark.few("llama_3_1")
 @pytest.mark.parametrize("name", published.MODELS)
 def test_what_goes_back_is_what_came_to_the_bit(made, name, tmp_path):
     """And transformers opens it by its own class, with nothing of ours and the same model."""
@@ -245,7 +245,7 @@ def layouts() -> Iterator[tuple[str, str]]:
     yield "deepseek_v3", "ep"
 
 
-@pytest.mark.few("llama")
+@pytest.mark.few("llama_3_1-tp")
 @pytest.mark.parametrize(("name", "layout"), sorted(layouts()))
 def test_any_layout_reads_the_weights(made, name, layout, tmp_path):
     """TP, EP: each rank's logits. PP, whose stages pass nothing here: both stages' weights, saved again."""

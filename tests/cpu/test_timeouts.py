@@ -35,6 +35,7 @@ def test_a_first_step_may_take_longer_than_later_ones(tmp_path):
     trained(run(tmp_path, *TIMES, world=2, before=lambda: late(1, 2 * STEADY)))
 
 
+@pytest.mark.slow
 def test_a_hang_in_a_later_step_ends_the_run_and_the_receipt_says_which_timeout_it_was(tmp_path):
     ranks = run(tmp_path, *TIMES, world=2, before=lambda: late(3, 60))
     assert ranks[0].code == 1 and ranks[1].code  # ended with the other

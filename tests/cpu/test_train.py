@@ -436,7 +436,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_layouts_train(tmp_path, layout):
     ranks = run(tmp_path, "cluster=h200_2", *layout, world=2)

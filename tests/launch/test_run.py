@@ -558,6 +558,7 @@ def whole_run(root: Path, folder: Path) -> Path:
     return folder / "other.log"
 
 
+@pytest.mark.slow
 def test_a_trainer_that_prints_another_runs_lines_has_completed_nothing(root, tmp_path):
     launcher = Launcher.start(root, "steps=5 stop=0 silent=1", STAND_IN_SAYS=str(whole_run(root, tmp_path)))
     assert launcher.wait() == 1

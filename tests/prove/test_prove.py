@@ -490,7 +490,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("words", "code", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_refusals(words, code, message):
     ran = warm(*words, module="nam_megatron.prove.__main__")
