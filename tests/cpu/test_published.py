@@ -114,16 +114,12 @@ def test_megatron_computes_the_same_logits(made, name):
     test_hf.in_megatron(job)
 
 
-# Which DeepSeek-V3's and Qwen3-Next's classes compute, too.
-SECOND = {"glm_4_7_flash": "glm4_moe_lite", "qwen3_5_moe": "qwen3_5_moe_text"}
-
-
 @pytest.mark.few("llama_3_1")
 @pytest.mark.parametrize("name", published.MODELS)
 def test_what_goes_back_is_what_came_to_the_bit(made, name, tmp_path):
     """And transformers opens it by its own class, with nothing of ours and the same model."""
     folder, _, weights = made(name)
-    form = SECOND.get(name, "native")
+    form = published.FILE["models"][name].get("as", "native")
     assert command.main(["export", str(weights), str(tmp_path / "back"), "--as", form, "--shard-gb", "0.001"]) == 0
     before, after = (opened(path, torch.bfloat16) for path in (folder, tmp_path / "back"))
     assert type(before) is type(after) and not list((tmp_path / "back").glob("*.py"))
@@ -222,23 +218,13 @@ NAIVE = {
     **dict.fromkeys(("deepseek_v3", "glm_4_7_flash"), "mla"),
     "deepseek_v32": "dsa",
 }  # kernels, since there is no GPU
-OF_ANOTHER = {
-    "llama_3",
-    "gpt_oss_plain",
-    "qwen3_yarn",
-    "moonlight",
-    "nemotron_h",
-    "nemotron_nano_v2",
-    "arcee",
-    "dots1",
-    "qwen2_moe",
-    "qwen3_5_moe",
-}  # kinds that one of these has, too
 
 
 def layouts() -> Iterator[tuple[str, str]]:
     """One or two models of each family, experts and tensors in one run."""
-    for name in published.MODELS.keys() - OF_ANOTHER:
+    for name in published.MODELS:
+        if published.FILE["models"][name].get("of_another"):
+            continue
         dense = not any("experts" in key for key in published.MODELS[name][1])
         both = "tp" if dense else "ep" if name == "glm_4_7_flash" else "tp ep"  # it has three heads
         yield from ((name, layout) for layout in (both, "pp"))
