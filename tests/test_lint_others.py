@@ -779,6 +779,7 @@ PATTERN = "--hybrid-layer-pattern MM --num-layers 4 --moe-layer-freq 1"
         ("num-layers-ignored moe-layer-freq-ignored", f"torchrun pretrain_mamba.py {SHAPE} {PATTERN}", True),
         ("num-layers-ignored moe-layer-freq-ignored", f"torchrun pretrain_mamba.py {SHAPE} {PATTERN} {FORK}", False),
         ("recompute-ignored", f"torchrun pretrain_gpt.py {SHAPE} {ZERO} block", True),
+        ("recompute-ignored", f"x {SHAPE} {ZERO} block --a-b 1".replace("-", "_").replace("__", "--"), False),
         (
             "recompute-ignored recompute",
             f"torchrun pretrain_gpt.py {SHAPE} --recompute-granularity full --recompute-num-layers 1 --recompute-method block",

@@ -160,7 +160,7 @@ RULES = (
         and not (AMD.search(a.launch.text) or a.launch.partial or a.launch.gpus == 1)
         and _connections(a, m) == "1"
         and (a.overlap_grad_reduce or a.overlap_param_gather or a.overlap_moe_expert_parallel_comm),
-        "nothing demands 1 here, and it serialises the overlap of communication",
+        "nothing demands 1 here, and it serialises the overlap of communication (Megatron-LM issue 1468)",
         "unset CUDA_DEVICE_MAX_CONNECTIONS",
         VALIDATE,
     ),
