@@ -22,11 +22,13 @@ NaN and infinity are the texts "nan", "inf" and "-inf".
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -40,9 +42,11 @@ NONCE = "NAM_MEGATRON_RUN"  # the variable of the environment
 FILE = "events.jsonl"
 HOST, HOSTS = "GROUP_RANK", "GROUP_WORLD_SIZE"  # torchrun's
 REASONS = (
-    "done", "signal", "planned stop", "not a number", "unfit data", "wrong result", "out of memory", "refused", "not built", "gave up",
-    "error",
+    "done", "signal", "planned stop", "not a number", "unfit data", "wrong result", "out of memory", "full disk", "refused", "not built",
+    "gave up", "error",
 )  # fmt: skip
+NO_ROOM = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
+LITTLE = 1 << 20  # bytes that a disk may have left when a file did not fit
 
 
 class Record:
@@ -54,6 +58,7 @@ class Record:
         self._said, self._failed, self._ended = 0, False, False
         self.done: int | None = None  # steps
         self.leaving = "error"  # why a SystemExit leaves
+        self.saves: str | None = None  # where checkpoints go
 
     def open(self, folder: Path, nonce: str, rank: int | None, host: int | None = None) -> None:
         """host: its number, of a job of several. Raises OSError."""
@@ -118,9 +123,22 @@ class Record:
             )
             raise
         except BaseException as err:
-            self.end("error", 1, error=type(err).__name__)
+            self.end("full disk" if self._full(err) else "error", 1, error=type(err).__name__)
             raise
         self.end("done", 0)
+
+    def _full(self, err: BaseException) -> bool:
+        """Whether a checkpoint found no room. Of what its writers met Megatron often tells nothing, so the disk is asked as well."""
+        said = any(text in str(err) for text in NO_ROOM)
+        saving = type(err).__name__ == "CheckpointException"
+        if self.saves is None or not (saving or (said and isinstance(err, OSError))):
+            return False
+        if said and (saving or self.saves in str(err)):
+            return True
+        try:
+            return shutil.disk_usage(self.saves).free < LITTLE
+        except OSError:
+            return False
 
     def close(self) -> None:
         if self._file is not None:

@@ -120,7 +120,10 @@ def blamed(end: Mapping[str, Any]) -> str:
     """How a rank ended, in words of ours: what a program says may hold whatever it had in hand."""
     if end["reason"] == "error" and end.get("error") in CLASSES:
         return f"{end['error']}, rank {end['rank']}"
-    words = {"refused": "a refusal of the trainer's", "error": "an exception of another class"}
+    words = {
+        "refused": "a refusal of the trainer's", "error": "an exception of another class",
+        "full disk": "the disk of `schedule.save` is full",
+    }  # fmt: skip
     code = f" with code {end['code']}" if end["reason"] in events.WELL else ""
     return f"{words.get(end['reason'], end['reason'])}{code}, rank {end['rank']}"
 

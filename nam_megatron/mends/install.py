@@ -38,6 +38,7 @@ class Run:
 
 def command(run: Run, trainer: Trainer) -> None:
     """The mends of our own command, and those of a training that starts. Raises Refused, see `single`."""
+    RECORD.saves = run.plan.recipe.schedule.save
     _install(Moment.COMMAND, run.plan, trainer, run)
     start(run.plan, trainer)
 

@@ -1,12 +1,16 @@
 """What the real trainer says in `events.jsonl`, and what the launcher makes of it: Megatron's own pretrain() on a CPU."""
 
+import errno
 import json
 import math
 import os
+import resource
+import shutil
 import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -243,6 +247,44 @@ def test_an_error_is_said_by_its_class(tmp_path):
     (end,) = of(told(tmp_path, *SHORT, before=breaks), "end")
     assert (end["reason"], end["code"], end["error"]) == ("error", 1, "ZeroDivisionError")
     assert "words" not in (tmp_path / FILE).read_text()
+
+
+def test_a_disk_that_fills_while_a_checkpoint_is_saved_is_the_reason(tmp_path):
+    """Megatron raises CheckpointException, whose text has no more than `error: <class 'RuntimeError'>`."""
+
+    def fills() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+        shutil.disk_usage = lambda _: SimpleNamespace(free=4096)
+
+    said = told(tmp_path, *SHORT, f"schedule.save={tmp_path}/ckpt", "schedule.save_interval=1", before=fills)
+    assert [(one["reason"], one["error"]) for one in of(said, "end")] == [("full disk", "CheckpointException")]
+    assert verdict(tmp_path, code=1)[2] == "torchrun ended with 1: the disk of `schedule.save` is full, rank 0"
+
+
+CheckpointException = type("CheckpointException", (Exception,), {})
+NO_SPACE = os.strerror(errno.ENOSPC)
+
+
+@pytest.mark.parametrize(
+    ("err", "free", "reason"),
+    [
+        (CheckpointException("Worker failure"), 0, "full disk"),
+        (CheckpointException("Worker failure"), 1 << 30, "error"),
+        (CheckpointException(f"Local worker: {NO_SPACE}"), 1 << 30, "full disk"),  # another has made room since
+        (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "ckpt/iter_1"), 1 << 30, "full disk"),
+        (OSError(errno.ENOSPC, NO_SPACE, "elsewhere"), 1 << 30, "error"),
+        (FileNotFoundError("data"), 0, "error"),
+        (ZeroDivisionError(), 0, "error"),
+    ],
+)
+def test_what_a_full_disk_is_blamed_for(tmp_path, monkeypatch, err, free, reason):
+    mine = Record()
+    mine.open(tmp_path, "mine", 0)
+    mine.saves = "ckpt"
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    with pytest.raises(type(err)), mine.ending():
+        raise err
+    assert json.loads((tmp_path / FILE).read_text())["reason"] == reason
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_built(tmp_path):
