@@ -24,7 +24,6 @@ NaN and infinity are the texts "nan", "inf" and "-inf".
 import contextlib
 import errno
 import fcntl
-import hashlib
 import json
 import math
 import os
@@ -35,6 +34,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from nam_megatron.data import manifest
 from nam_megatron.words.tree import tree_hash
 
 PACKAGE = Path(__file__).parent  # whose modules this process imports
@@ -159,10 +159,7 @@ def source() -> str:
 
 def digest(path: Path) -> str | None:
     """SHA-256 of a file; None where there is none: a pipe would be waited for."""
-    if not path.is_file():
-        return None
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return manifest.digest(path) if path.is_file() else None
 
 
 def early(code: object, done: int, signalled: bool, every: int | None) -> str:

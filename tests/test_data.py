@@ -551,6 +551,10 @@ def test_what_is_skipped_is_named_and_recorded(tmp_path, bpe, capsys, monkeypatc
     assert "nothing is left" in refusal(capsys, "build", tmp_path / "other", inputs[0], *words[4:], "--skip", inputs[0])
 
 
+def key_of(inputs, contents, gone, options) -> str:
+    return build._key(inputs, contents, gone, options, tokenizer.load(options.tokenizer))
+
+
 def test_all_that_decides_a_dataset_decides_its_key(tmp_path, bpe, monkeypatch):
     for name in (tokenizer.FILE, tokenizer.CONFIG):
         shutil.copytree(bpe, tmp_path / name)
@@ -558,7 +562,7 @@ def test_all_that_decides_a_dataset_decides_its_key(tmp_path, bpe, monkeypatch):
     one, two = (sources.Source(Path(name), "jsonl", "text", ()) for name in "ab")
     plain = build.Options(bpe, 0.2, "refuse", 1)
     keys = {
-        build._key(inputs, contents, gone, options)
+        key_of(inputs, contents, gone, options)
         for inputs, contents, gone, options in (
             ([one, two], ["x", "y"], [], plain),
             ([one, two], ["y", "x"], [], plain),
@@ -572,16 +576,16 @@ def test_all_that_decides_a_dataset_decides_its_key(tmp_path, bpe, monkeypatch):
             ([replace(one, skip=(1,)), two], ["x", "y"], [], replace(plain, skip=("z",))),
         )
     }  # fmt: skip
-    assert build._key([two, one], ["x", "y"], [], replace(plain, workers=9)) in keys, "neither names nor processes do"
+    assert key_of([two, one], ["x", "y"], [], replace(plain, workers=9)) in keys, "neither names nor processes do"
     assert len(keys) == 13
     monkeypatch.setattr(sources, "PIECE", 1)
-    assert build._key([one, two], ["x", "y"], [], plain) not in keys
+    assert key_of([one, two], ["x", "y"], [], plain) not in keys
 
 
 def test_a_dataset_without_a_skip_keeps_the_key_that_it_had(tmp_path, bpe):
     """Checkpoints know their data by it."""
     inputs = [sources.source(jsonl(tmp_path / "a.jsonl"), "text", ())]
-    said = build._key(inputs, ["content"], [], build.Options(bpe, 0.2, "refuse", 1))
+    said = key_of(inputs, ["content"], [], build.Options(bpe, 0.2, "refuse", 1))
     with_tokenizer = [manifest.digest(bpe / name) for name in (tokenizer.FILE, tokenizer.CONFIG)]
     old = [[["jsonl", "text", [], "content"]], with_tokenizer, 0.2, "refuse", sources.PIECE]
     assert said == hashlib.sha256(json.dumps(old).encode()).hexdigest()

@@ -32,9 +32,11 @@ from typing import Any
 
 from launch.record.redact import Redactor
 from nam_megatron import errors
+from nam_megatron.data import manifest
 from nam_megatron.errors import Problem, Refused, quoted, raise_if
 from nam_megatron.recipe import at
 from nam_megatron.words.regular import irregular
+from nam_megatron.words.whole import synced, write_whole
 
 # Receipts of version 1 have a seal and nothing else: no hashes of files, no chain, no box.
 SCHEMA, FIRST = "nam_megatron.receipt/2", "nam_megatron.receipt/1"
@@ -155,7 +157,7 @@ def open_receipt(root: Path, preset: str, content: Mapping[str, Any], redactor: 
         receipt.record()
         with writing(root):
             os.rename(opening, folder)
-            _synced(root)
+            synced(root)
         receipt.folder = folder
     except Refused:
         shutil.rmtree(opening, ignore_errors=True)
@@ -309,8 +311,7 @@ def file_hash(path: Path) -> str | None:
     if path.exists() and not path.is_file():
         return "no file"
     try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return manifest.digest(path)
     except OSError:
         return None
 
@@ -449,14 +450,7 @@ def kept_of(root: Path) -> dict[str, Any] | None:
 
 def _keep(root: Path, kept: Mapping[str, Any]) -> None:
     with writing(root):
-        new = root / f"{CHAIN}.new"
-        new.unlink(missing_ok=True)  # a pipe would wait for a reader, a link lead elsewhere
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            json.dump(kept, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, root / CHAIN)
-        _synced(root)
+        write_whole(root / CHAIN, json.dumps(kept), mode=0o600, kept=True)
 
 
 def _sealed_as(root: Path, kept: Mapping[str, Any]) -> str | None:
@@ -523,24 +517,8 @@ def broken(root: Path, found: Iterable[Mapping[str, Any]]) -> Iterator[tuple[boo
 def write(folder: Path, content: Mapping[str, Any]) -> None:
     """Replace the receipt in one step, on the disk before this returns. Raises Refused."""
     with writing(folder):
-        new = folder / f".{FILE}"
-        new.unlink(missing_ok=True)
-        with open(new, "x", encoding="utf-8") as file:
-            json.dump(content, file, indent=1, ensure_ascii=True, allow_nan=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, folder / FILE)
-        _synced(folder)
-
-
-def _synced(folder: Path) -> None:
-    """The names in `folder` are on the disk."""
-    at = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(at)
-    finally:
-        os.close(at)
+        text = json.dumps(content, indent=1, ensure_ascii=True, allow_nan=False)
+        write_whole(folder / FILE, text + "\n", kept=True)
 
 
 def plain(node: Any) -> Any:

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import numpy
 from rich.console import Console
 from rich.progress import Progress
+from tokenizers import Tokenizer
 
 from nam_megatron.data import identity, indexed, sources, tokenizer
 from nam_megatron.data import manifest as manifests
@@ -73,7 +74,7 @@ def build(out: Path, inputs: Sequence[Source], options: Options) -> Manifest:
     raise_if([Problem("nothing is left to read")] * (not left))
     gone = [s.path.name for s in inputs if s.path not in {o.path for o in left}]
     before = _stamps(left, options)
-    entries = tokenizer.load(options.tokenizer).get_vocab_size()
+    known = tokenizer.load(options.tokenizer)
     finished = (out / manifests.NAME).exists()
     # Killed before it had its lock, a build leaves an empty folder.
     begun = (out / WORK / LOCK).exists() or (out.exists() and [*out.rglob("*")] == [out / WORK])
@@ -82,14 +83,14 @@ def build(out: Path, inputs: Sequence[Source], options: Options) -> Manifest:
     # A finished dataset is only read.
     with contextlib.nullcontext() if finished else _locked(out / WORK):
         try:
-            return _build(out, left, gone, options, entries, before)
+            return _build(out, left, gone, options, known, before)
         except Exception:
             raise_if(_changed(before, _stamps(left, options)))  # which explains whatever it was
             raise
 
 
 def _build(
-    out: Path, inputs: Sequence[Source], gone: Sequence[str], options: Options, entries: int, before: Stamps
+    out: Path, inputs: Sequence[Source], gone: Sequence[str], options: Options, known: Tokenizer, before: Stamps
 ) -> Manifest:
     """gone: names of inputs that are skipped whole. before: of the inputs, as everything else is read after."""
     if options.duplicates == "refuse":  # before anything is read whole
@@ -97,7 +98,7 @@ def _build(
         raise_if(_listed("duplicates", same, f"`--skip {same[0].split(' is ')[0]}`, or {CHOICE}" if same else ""))
     with pool(options.workers) as run:
         contents = run("hash", sources.content, inputs)
-        key = _key(inputs, contents, gone, options)
+        key = _key(inputs, contents, gone, options, known)
         if (out / manifests.NAME).exists():
             done = manifests.read(out)
             raise_if([Problem(f"`{out}` holds another dataset", hint="name another folder")] * (done.key != key))
@@ -112,13 +113,13 @@ def _build(
         ended = [place for count in counts for place in count.get("ended", ())]  # not in a build begun before
         said = [f"{place} holds the token that ends a document" for place in ended]
         raise_if(_listed("texts that hold it", said, f"`--skip {ended[0]}` leaves it out" if ended else ""))
-        _merge(out, parts, counts, entries)
+        _merge(out, parts, counts, known.get_vocab_size())
         (out / TOKENIZER).mkdir(exist_ok=True)
         tokenizer.copy(options.tokenizer, out / TOKENIZER)
         # What was hashed, read for duplicates and encoded was one and the same.
         again = run("hash again", sources.content, inputs)
         other = [str(s.path) for s, was, now in zip(inputs, contents, again, strict=True) if was != now]
-        if _key(inputs, contents, gone, options) != key:
+        if _key(inputs, contents, gone, options, known) != key:
             other.append(str(options.tokenizer))
         if found := dict.fromkeys((*_changed(before, _stamps(inputs, options)), *map(_change, other))):
             shutil.rmtree(work)
@@ -139,7 +140,7 @@ def _build(
         skipped=options.skip,
         duplicates=sum(map(len, left_out)),
         empty=sum(scan["empty"] for scan in scans),
-        vocabulary=entries,
+        vocabulary=known.get_vocab_size(),
         largest_id=max(count["largest_id"] for count in counts),
         splits={s: Split(**{k: sum(c[s][k] for c in counts) for k in ("documents", "tokens")}) for s in SPLITS},
         files={name: _file(out / name) for name in names},
@@ -199,14 +200,16 @@ def _locked(work: Path) -> Iterator[None]:
         yield
 
 
-def _key(inputs: Sequence[Source], contents: Sequence[str], gone: Sequence[str], options: Options) -> str:
+def _key(
+    inputs: Sequence[Source], contents: Sequence[str], gone: Sequence[str], options: Options, known: Tokenizer
+) -> str:
     """Hash of everything that decides the result, and of what was left out of it."""
     made_with = [manifests.digest(options.tokenizer / name) for name in (tokenizer.FILE, tokenizer.CONFIG)]
     # Builds of an earlier version knew one end of a line.
     kinds = ("tree, each end of a line as it is" if s.kind == "tree" else s.kind for s in inputs)
     read: list[Any] = [[k, s.field, s.suffixes, c] for k, s, c in zip(kinds, inputs, contents, strict=True)]
     decisive = [read, made_with, options.valid_share, options.duplicates, sources.PIECE]
-    _, *further = tokenizer.ends(options.tokenizer, tokenizer.load(options.tokenizer))
+    _, *further = tokenizer.ends(options.tokenizer, known)
     if further:  # they may stand in other files than those that `made_with` has
         decisive.append(further)
     if options.skip:

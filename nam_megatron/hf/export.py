@@ -22,6 +22,7 @@ from nam_megatron.hf.adapters import Merged
 from nam_megatron.hf.model.configuration_nam import COMPUTES, OPTIONAL, NamConfig
 from nam_megatron.judge.resume import DATA, HASHED, PLAN, SIGNED, foreign
 from nam_megatron.runtime import checksums
+from nam_megatron.words.whole import write_whole
 
 MODEL = Path(__file__).parent / "model"
 GENERATION = "generation_config.json"
@@ -143,7 +144,7 @@ def refresh(export: Path) -> list[str]:
     old = [name for name, code in new.items() if not (at := export / name).is_file() or at.read_bytes() != code]
     try:
         for name in old:
-            folder.put(export / name, new[name])
+            write_whole(export / name, new[name])
         if signed:
             files = {
                 name: {"bytes": len(code), "sha256": hashlib.sha256(code).hexdigest()} for name, code in new.items()

@@ -21,6 +21,7 @@ from nam_megatron.blocks.exported import Tensor
 from nam_megatron.data.manifest import digest
 from nam_megatron.errors import Problem, Refused, not_there, raise_if
 from nam_megatron.words.regular import irregular
+from nam_megatron.words.whole import write_whole
 
 MANIFEST, INDEX, CONFIG = "nam_export.json", "model.safetensors.index.json", "config.json"
 SINGLE = "model.safetensors"  # in the place of shards and an index
@@ -87,14 +88,7 @@ def write_manifest(folder: Path, known: dict[str, str], **said: Any) -> None:
 
 def sign(folder: Path, manifest: dict[str, Any]) -> None:
     """Write the manifest anew."""
-    put(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
-
-
-def put(path: Path, data: bytes) -> None:
-    """Write a file at once: it is the old one or the new one, whole."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_bytes(data)
-    part.replace(path)
+    write_whole(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
 
 def as_json(tree: dict[str, Any]) -> bytes:

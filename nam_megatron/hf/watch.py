@@ -20,6 +20,7 @@ from nam_megatron.hf.perplexity import perplexity
 from nam_megatron.runtime import checksums
 from nam_megatron.tracker import RELEASE, newest, word
 from nam_megatron.words.regular import irregular
+from nam_megatron.words.whole import write_whole
 
 
 def watch(
@@ -54,7 +55,7 @@ def watch(
         if dataset is not None and not _scored(out / f"{name}.json", made, dataset):
             found = perplexity(out / name, dataset, "valid", None, 4, torch.bfloat16, device, say=say)
             say(f"{name}: loss {found['loss']:.4f}, perplexity {found['perplexity']:.2f}")
-            folder.put(out / f"{name}.json", (json.dumps({**found, "step": step}, indent=1) + "\n").encode())
+            write_whole(out / f"{name}.json", json.dumps({**found, "step": step}, indent=1) + "\n")
         last = step
 
 

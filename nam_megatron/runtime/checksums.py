@@ -10,7 +10,6 @@ An unkeyed hash finds what a disk, a network or a careless copy did. Whoever can
 """
 
 import json
-import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,9 +23,9 @@ from nam_megatron.data.manifest import digest
 from nam_megatron.errors import OK, Problem, Refused, finish
 from nam_megatron.tracker import INTEGRITY
 from nam_megatron.words import regular
+from nam_megatron.words.whole import write_whole
 
 NAME, ALGORITHM = INTEGRITY, "sha256"
-PART = f"{NAME}.part"
 SHARD = re.compile(r"__(\d{1,9})_\d{1,9}\.distcp")  # rank, number
 DIGEST = re.compile(r"[0-9a-f]{64}")
 BOUND: dict[str, str] = {}  # what this process puts into each step that it saves: name and text
@@ -73,8 +72,9 @@ def writer(name: str) -> int:
 
 
 def names(folder: Path) -> list[str]:
-    """Files that have a checksum. Of a save that broke off the part of a file may lie there; the next save takes its name."""
-    return sorted(path.name for path in folder.iterdir() if path.is_file() and path.name not in (NAME, PART))
+    """Files that have a checksum. Of a save that broke off the part of a file of checksums may lie there."""
+    found = (path.name for path in folder.iterdir() if path.is_file())
+    return sorted(name for name in found if name != NAME and not (NAME in name and name.endswith(".part")))
 
 
 def digests(folder: Path, chosen: Sequence[str]) -> dict[str, str]:
@@ -89,16 +89,8 @@ def whole(folder: Path) -> str:
 
 
 def put(folder: Path, found: dict[str, str]) -> None:
-    part = folder / PART
-    with open(part, "w", encoding="utf-8") as file:
-        json.dump(
-            {"algorithm": ALGORITHM, "step": folder.absolute().name, "files": dict(sorted(found.items()))},
-            file,
-            indent=1,
-        )
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(folder / NAME)
+    said = {"algorithm": ALGORITHM, "step": folder.absolute().name, "files": dict(sorted(found.items()))}
+    write_whole(folder / NAME, json.dumps(said, indent=1), kept=True)
 
 
 def bound(folder: Path) -> str | None:

@@ -5,15 +5,29 @@ import os
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all; what stands there is replaced. Raises OSError."""
+def write_whole(path: Path, text: str | bytes, *, mode: int = 0o666, kept: bool = False) -> None:
+    """Write a file whole or not at all; what stands there is replaced. kept: it is on the disk before this returns. Raises OSError."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.unlink(missing_ok=True)  # a pipe would wait for a reader, a link lead elsewhere
-        with part.open("x", encoding="utf-8") as file:
-            file.write(text)
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(text.encode() if isinstance(text, str) else text)
+            if kept:
+                file.flush()
+                os.fsync(file.fileno())
         part.replace(path)
+        if kept:
+            synced(path.parent)
     except BaseException:
         with contextlib.suppress(OSError):
             part.unlink()
         raise
+
+
+def synced(folder: Path) -> None:
+    """The names in `folder` are on the disk."""
+    at = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(at)
+    finally:
+        os.close(at)

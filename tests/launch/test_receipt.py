@@ -150,12 +150,16 @@ def test_a_pipe_in_the_place_of_a_folders_own_is_refused(root, name):
         pass
 
 
+def passing(name: str) -> str:
+    return f".{name}.{os.getpid()}.part"
+
+
 def test_what_lies_under_a_passing_name_is_not_written_to(root, tmp_path):
     (precious := tmp_path / "precious").write_text("mine")
     root.mkdir(exist_ok=True)
-    (root / f"{receipt.CHAIN}.new").symlink_to(precious)
+    (root / passing(receipt.CHAIN)).symlink_to(precious)
     folder = run(root)
-    os.mkfifo(folder / f".{receipt.FILE}")
+    os.mkfifo(folder / passing(receipt.FILE))
     receipt.write(folder, receipt.read(folder))
     assert precious.read_text() == "mine" and (folder / receipt.FILE).is_file()
 
@@ -465,8 +469,8 @@ def test_what_counts_is_on_the_disk_before_it_does(root, monkeypatch):
     receipt.write(folder, {"a": 1})
     receipt._keep(root, {"b": 2})
     assert order == [
-        (f".{receipt.FILE}", {"a": 1}), (f".{receipt.FILE}", receipt.FILE), (folder.name, "a folder"),
-        (".chain.new", {"b": 2}), (".chain.new", ".chain"), (root.name, "a folder"),
+        (passing(receipt.FILE), {"a": 1}), (passing(receipt.FILE), receipt.FILE), (folder.name, "a folder"),
+        (passing(".chain"), {"b": 2}), (passing(".chain"), ".chain"), (root.name, "a folder"),
     ]  # fmt: skip
     assert (folder / receipt.FILE).read_text() == '{\n "a": 1\n}\n'
     assert oct((root / receipt.CHAIN).stat().st_mode) == "0o100600"
