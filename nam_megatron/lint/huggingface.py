@@ -345,7 +345,8 @@ def _common(s: Said) -> Words:
     if not s.need("tie_word_embeddings"):
         yield "--untie-embeddings-and-output-weights"
     s.off("mlp_bias", "use_bias", "mamba_proj_bias")
-    s.only("use_sliding_window", False, lack=OURS)
+    if s.root["model_type"] not in ASKED:
+        s.only("use_sliding_window", False, lack=OURS)
     s.only("is_causal", True)
     _elsewhere(s)
     act, gated = s.need("hidden_act", "mlp_hidden_act"), s.root["model_type"] not in UNGATED
@@ -390,8 +391,16 @@ SAID: Mapping[str, tuple[str, ...]] = {
     "dots1": (*_DEEPSEEK, "norm_topk_prob"), "cwm": ("head_dim", "sliding_window", "layer_types", "rope_scaling|rope_parameters"),
     "ministral": ("sliding_window", "layer_types"), "phi3": ("sliding_window",),
 }  # fmt: skip
-LISTED = {"gpt_oss", "ministral", "cwm", "dots1"}  # whose `layer_types` say which layers have a window
-WINDOWED = {"mixtral", "mistral", "phi3", *LISTED}
+LISTED = {
+    "gpt_oss",
+    "ministral",
+    "cwm",
+    "dots1",
+    "qwen2",
+    "qwen3",
+}  # whose `layer_types` say which layers have a window
+ASKED = {"qwen2", "qwen3", "qwen3_moe"}  # which have one only where `use_sliding_window` says so
+WINDOWED = {"mixtral", "mistral", "phi3", "qwen3_moe", *LISTED}
 LINEAR = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 SPARSE = {"deepseek_v32", "glm_moe_dsa"}
 FP32 = 3.4e38  # its largest number
@@ -609,9 +618,20 @@ def _groups(s: Said) -> Words:
         yield from ("--moe-router-topk-scaling-factor", str(scale))
 
 
+def _asked(s: Said) -> Words:
+    """Windows of dense Qwens: of the layers from `max_window_layers` on where `layer_types` names none; of those with experts in all."""
+    if s.get("sliding_window") is not None and s.need("use_sliding_window"):
+        yield from _window(s) if s.root["model_type"] == "qwen3_moe" else _arranged(s)
+    elif "sliding_attention" in (s.get("layer_types") or []):
+        s.refuse("layer_types", "`sliding_attention` without a window that is used", "set `use_sliding_window` to true")
+
+
 def _arranged(s: Said) -> Words:
-    """Windows of the layers that `layer_types` names."""
+    """Windows of the layers that `layer_types` names, or that follow on those that have none."""
     kinds = s.get("layer_types") or []
+    if not kinds and s.root["model_type"] in ASKED:
+        full = min(s.need("max_window_layers"), _layers(s))
+        kinds = ["full_attention"] * full + ["sliding_attention"] * (_layers(s) - full)
     if "sliding_attention" in kinds and not s.get("sliding_window"):
         s.refuse("sliding_window", "`sliding_attention` without a `sliding_window`", "give the window's length")
     if others := {*kinds} - {"sliding_attention", "full_attention"}:
@@ -1001,8 +1021,8 @@ def _bamba(s: Said) -> Words:
 _SHARING = (_qwen, _softmax, _shared_of_qwen)  # experts, and one beside them that all tokens see
 _BIASED = partial(_blocks, qkv_bias=True)
 KINDS: Mapping[str, Callable[[Said], Words]] = {
-    "llama": _blocks, "mistral": _mistral_alone, "mixtral": _mixtral, "qwen2": _qwen2, "qwen3": _qwen3,
-    "qwen3_moe": _all(_qwen3, _qwen, _softmax), "qwen3_next": _all(_linear, *_SHARING), "qwen3_5_text": _all(_linear, _ahead),
+    "llama": _blocks, "mistral": _mistral_alone, "mixtral": _mixtral, "qwen2": _all(_qwen2, _asked), "qwen3": _all(_qwen3, _asked),
+    "qwen3_moe": _all(_qwen3, _qwen, _softmax, _asked), "qwen3_next": _all(_linear, *_SHARING), "qwen3_5_text": _all(_linear, _ahead),
     "qwen3_5_moe_text": _qwen3_5_moe, "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek, "deepseek_v32": _deepseek, "kimi_k2": _deepseek, "glm4_moe": _glm4_moe,
     "glm4_moe_lite": _deepseek, "glm_moe_dsa": _deepseek, "nemotron_h": _nemotron_h,

@@ -108,6 +108,10 @@ COMPUTED: Mapping[str, Callable[[Family, Plan, Config], Any]] = {
         | {"rope_theta": c["rotary_base"], "partial_rotary_factor": _rotated(of, plan, c)}
     ),
     "window": lambda of, plan, c: c["attention"]["window"] or c["max_position_embeddings"],
+    # Of Qwens with windows.
+    "slides": lambda of, plan, c: bool(c["attention"]["window"]) or ABSENT,
+    "slid": lambda of, plan, c: c["attention"]["window"] or ABSENT,
+    "slid_layers": lambda of, plan, c: _layer_types(of, plan, c) if c["attention"]["window"] else ABSENT,
     "partial_rotary_factor": _rotated,
     "layer_types": _layer_types,
     "interval": _interval,
