@@ -18,7 +18,6 @@ IDLE_MIB = 1024  # a driver without a process holds up to a few hundred
 REPLAYS, CORRECTED = 100, 100
 HEADROOM = 10  # degrees C below the point where it slows down, at least, while nothing runs
 HOT_MEMORY = 85  # degrees C, while nothing runs
-SIZE_OFF = 0.03  # nvidia-smi counts a little more than torch does
 
 
 @dataclass(frozen=True)
@@ -240,10 +239,9 @@ def census(gpus: Sequence[Gpu], device: Device, count: int) -> Iterator[Finding]
     if len(names := sorted({g.name for g in gpus})) > 1:
         clean = False
         yield Finding("gpus", "fail", f"GPUs of several kinds: {', '.join(names)}", "hosts of one kind")
-    want = device.total_gib * 1024
     for words, test in {
         f"memory is not that of `{device.name}` ({device.total_gib} GiB)": lambda g: (
-            abs((g.total_mib or 0) - want) > SIZE_OFF * want
+            not device.sized((g.total_mib or 0) / 1024)
         ),
         "cut up by MIG": lambda g: g.mig,
     }.items():

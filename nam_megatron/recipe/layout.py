@@ -124,6 +124,10 @@ class Device(Config):
         PositiveFloat, Row("bus bandwidth of 256 MiB over NVLink, GB/s; below it a link is sick")
     ]
 
+    def sized(self, gib: float) -> bool:
+        """Whether a GPU of that memory may be one; nvidia-smi counts a little more than torch does."""
+        return abs(gib - self.total_gib) <= 0.03 * self.total_gib
+
     def settings(self, site: Site) -> Iterator[Setting]:
         why = "the local implementation has no kernels for this device"
         yield Setting("transformer_impl", "transformer_engine", why)

@@ -71,12 +71,19 @@ def judged() -> list[tuple[str, int, int, int]]:
 
 
 def another_chip(recipe: Recipe) -> Iterator[Problem]:
-    """Kernels, and what Megatron demands, were chosen by what the plan says of the device."""
-    wanted = recipe.device
-    if recipe.cluster.processor == "gpu" and (found := torch.cuda.get_device_capability()) != wanted.capability:
+    """Kernels, and what Megatron demands, were chosen by what the plan says of the device; that it fits, by its memory."""
+    wanted, hint = recipe.device, "take a `cluster` of these GPUs, or another host"
+    if recipe.cluster.processor != "gpu":
+        return
+    if (found := torch.cuda.get_device_capability()) != wanted.capability:
         here, there = (".".join(map(str, one)) for one in (found, wanted.capability))
         message = f"this GPU is of compute capability {here}, and the plan's `{wanted.name}` of {there}"
-        yield Problem(message, key="device.capability", hint="take a `cluster` of these GPUs, or another host")
+        yield Problem(message, key="device.capability", hint=hint)
+    if torch.cuda.is_available() and "gpus" not in recipe.cluster.waivers:
+        gpu = torch.cuda.get_device_properties()
+        if not wanted.sized(size := gpu.total_memory / 2**30):
+            message = f"this GPU, {gpu.name}, has {size:.1f} GiB, and the plan's `{wanted.name}` {wanted.total_gib}"
+            yield Problem(message, key="device.total_gib", hint=hint)
 
 
 def on_disk(recipe: Recipe) -> dict[str, Any]:

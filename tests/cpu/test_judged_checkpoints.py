@@ -688,6 +688,24 @@ def test_a_gpu_of_another_architecture_than_the_plans_is_refused(monkeypatch):
             assert hosts.one_for_all([], recipe) == []
 
 
+def test_a_gpu_of_another_memory_than_the_plans_is_refused(monkeypatch):
+    """An H100 in the place of an H200, whose compute capability it has; before a start, `launch check` says it."""
+    recipe = lowered("device=h200").plan.recipe
+    waived = recipe.cluster.model_copy(update={"waivers": {"gpus": "a slice"}})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for gib, of, refused in (
+        (139.8, {}, False),
+        (140.4, {}, False),
+        (79.2, {}, True),
+        (79.2, {"cluster": waived}, False),
+    ):
+        here = SimpleNamespace(total_memory=gib * 2**30, name="NVIDIA H100 80GB HBM3")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda here=here: here)
+        found = [problem.message for problem in hosts.another_chip(recipe.model_copy(update=of))]
+        assert found == ["this GPU, NVIDIA H100 80GB HBM3, has 79.2 GiB, and the plan's `h200` 139.8"] * refused
+
+
 def test_what_was_signed_of_the_data_is_not_read_again(step, monkeypatch):
     data = ("data=built", f"data.path={built(step.parents[1] / 'd', '1')}")
     lowering = lowered(f"schedule.save={step.parents[1]}/new", "schedule.save_interval=2", *data)
