@@ -5,6 +5,7 @@ import marshal
 import warnings
 from importlib.util import MAGIC_NUMBER, cache_from_source
 from pathlib import Path
+from types import CodeType
 
 
 def files(root: Path, *packages: str) -> list[Path]:
@@ -47,9 +48,17 @@ def _outlived(path: Path) -> bool:
                 return False
             kept, stamp = made.read_bytes(), (now.st_mtime, now.st_size)
             its = MAGIC_NUMBER + bytes(4) + b"".join((int(n) & 0xFFFFFFFF).to_bytes(4, "little") for n in stamp)
-            return kept[:16] == its and marshal.loads(kept[16:]) != compile(path.read_bytes(), path, "exec", 0, True)
-    except (OSError, ValueError, EOFError, TypeError, SyntaxError):  # nothing that Python would take
+            if kept[:16] != its:
+                return False
+            return _unplaced(marshal.loads(kept[16:])) != _unplaced(compile(path.read_bytes(), path, "exec", 0, True))
+    except (OSError, ValueError, EOFError, TypeError, SyntaxError, AttributeError):  # nothing that Python would take
         return False
+
+
+def _unplaced(code: CodeType) -> CodeType:
+    """Without its places in the source, of which PYTHONNODEBUGRANGES leaves columns out."""
+    inner = (_unplaced(one) if isinstance(one, CodeType) else one for one in code.co_consts)
+    return code.replace(co_linetable=b"", co_consts=tuple(inner))
 
 
 def _tree(node: dict) -> bytes:
