@@ -27,7 +27,7 @@ _EXECUTING = """
 MOVED: Mapping[str, str] = {f"model.blocks.{key}": f"execution.{key}" for key in _EXECUTING.split()}
 # What plans of a CPU demanded until 2026-11-28, and nothing reads there.
 OF_GPUS = ("PYTORCH_ALLOC_CONF", "NVTE_NORM_FWD_USE_CUDNN", "NVTE_NORM_BWD_USE_CUDNN")
-TOLD = "2026-11-30T08:40"
+MEANS = 1  # of the recipe in a receipt: 1 since Megatron-FSDP is told of gradients in fp32
 OF_MODEL = "model."  # what a key of a model's own file lacks
 
 
@@ -72,12 +72,12 @@ def plan(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def receipt(tree: Mapping[str, Any]) -> Any:
-    """The recipe of a receipt with today's keys. It holds no settings: when it was opened tells what a trainer was told."""
-    return _bf16_gradients(recipe(tree.get("recipe")), str(tree.get("opened")) >= TOLD)
+    """The recipe of a receipt with today's keys. It holds no settings: `means` tells what a trainer was told."""
+    return _bf16_gradients(recipe(tree.get("recipe")), bool(tree.get("means")))
 
 
 def _bf16_gradients(recipe: Any, told: bool) -> Any:
-    """Until TOLD Megatron-FSDP was not told of fp32 gradients, and kept them in bf16."""
+    """Megatron-FSDP that was not told of fp32 gradients kept them in bf16."""
     try:
         untold = recipe["feature"]["megatron_fsdp"]["enabled"] is True and not told
         return {**recipe, "precision": {**recipe["precision"], "grad_reduce": "bf16"}} if untold else recipe

@@ -21,6 +21,7 @@ from launch.record.redact import Redactor, Stream
 from launch.run import hang, job, slurm
 from launch.run.process import Interrupted, Process, Signals, ignore
 from launch.run.terminal import Terminal
+from nam_megatron import migrate
 from nam_megatron.compile.argv import plan_json
 from nam_megatron.errors import FINDINGS, OK, REFUSED, Problem, Refused
 from nam_megatron.events import Record
@@ -92,6 +93,7 @@ def known(context: Context) -> dict[str, Any]:
         "mends": {mend.name: mend.sha256 for mend in needed(context.lowering.plan, Trainer(context.words["trainer"]))},
         "stands": identity.stands(context.lowering.plan),
         "recipe": job.recipe(context.lowering),
+        "means": migrate.MEANS,
         "job": job.facts(context),
         "environ": context.redactor.environ(context.child_environ),
         "forecast": job.forecast(context.lowering),
