@@ -24,6 +24,7 @@ from launch.host import changes
 from launch.host.patches import Queue, find, installed, objections, queues
 from nam_megatron.errors import FINDINGS, OK, Problem, Refused, raise_if, writing
 from nam_megatron.events import digest
+from nam_megatron.words.whole import write_whole
 
 BASE_TAG = "pristine"
 LIST = "journal.json"
@@ -220,10 +221,9 @@ def _record(queue: Queue, root: Path, copy: Path) -> None:
                 if was == becomes:
                     continue
                 if becomes:
-                    _write(folder / str(len(entries)), (copy / path).read_bytes())
+                    write_whole(folder / str(len(entries)), (copy / path).read_bytes(), kept=True)
                 entries.append([str(path), was, becomes])
-            _write(folder / f"{LIST}.part", json.dumps(entries).encode())
-            os.replace(folder / f"{LIST}.part", folder / LIST)
+            write_whole(folder / LIST, json.dumps(entries), kept=True)
         except OSError:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -254,13 +254,6 @@ def _finish(queue: Queue, root: Path) -> None:
                 (root / path).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(_journal(queue, root) / str(number), root / path)
         shutil.rmtree(_journal(queue, root))
-
-
-def _write(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager

@@ -391,14 +391,8 @@ SAID: Mapping[str, tuple[str, ...]] = {
     "dots1": (*_DEEPSEEK, "norm_topk_prob"), "cwm": ("head_dim", "sliding_window", "layer_types", "rope_scaling|rope_parameters"),
     "ministral": ("sliding_window", "layer_types"), "phi3": ("sliding_window",),
 }  # fmt: skip
-LISTED = {
-    "gpt_oss",
-    "ministral",
-    "cwm",
-    "dots1",
-    "qwen2",
-    "qwen3",
-}  # whose `layer_types` say which layers have a window
+# Whose `layer_types` say which layers have a window.
+LISTED = {"gpt_oss", "ministral", "cwm", "dots1", "qwen2", "qwen3"}
 ASKED = {"qwen2", "qwen3", "qwen3_moe"}  # which have one only where `use_sliding_window` says so
 WINDOWED = {"mixtral", "mistral", "phi3", "qwen3_moe", *LISTED}
 LINEAR = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}

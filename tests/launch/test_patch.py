@@ -140,15 +140,15 @@ def _kill_at(moment: int) -> None:
 
 def test_a_full_disk_leaves_what_was_there(large, monkeypatch):
     queue, root = large
-    write = patch._write
-    for full in ("0", "7", "journal.json.part"):
+    write = patch.write_whole
+    for full in ("0", "7", "journal.json"):
 
-        def filled(path, data, full=full):
+        def filled(path, data, full=full, **more):
             if path.name == full:
                 raise OSError(errno.ENOSPC, "No space left on device")
-            write(path, data)
+            write(path, data, **more)
 
-        monkeypatch.setattr(patch, "_write", filled)
+        monkeypatch.setattr(patch, "write_whole", filled)
         with pytest.raises(Refused, match="No space left on device"):
             patch.apply(queue, root)
         assert queue.state(root) == "pristine" and not list(root.glob(".nam_megatron*"))
