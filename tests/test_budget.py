@@ -1161,7 +1161,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", REFUSED)
 def test_nonsense_is_refused_with_its_key(case):
     words, message = REFUSED[case]

@@ -99,7 +99,7 @@ def idle(name: str, key: str, value: Any) -> list[Any]:
     return silent
 
 
-@pytest.mark.few(2)
+@pytest.mark.few("nam56r_fused")
 @pytest.mark.parametrize("name", NAMES)
 def test_every_key_of_a_preset_does_something_or_is_refused(name):
     told = [

@@ -308,6 +308,7 @@ def test_a_plan_does_not_differ_from_itself():
     assert said(BEFORE, copy.deepcopy(BEFORE)) == []
 
 
+@pytest.mark.few(80)
 @pytest.mark.parametrize("path", STANDING, ids=".".join)
 def test_every_key_that_stands_is_compared(path):
     """Changed, taken away and added: by name, with both values, and with what the reviewed list says of it."""

@@ -487,6 +487,7 @@ def test_config_that_does_not_say_its_model_is_refused(change):
         lint(json.dumps(LLAMA | change), "config.json")
 
 
+@pytest.mark.slow
 def test_a_container_of_bridges_comes_back_as_the_public_model():
     text = (Path(__file__).parent / "lint/bridge_nemotron_3_nano.yaml").read_text()
     made = recipe.make(lint(text, "run_config.yaml", 8), Path("back.yaml"))

@@ -68,6 +68,7 @@ def test_every_program_has_tests_that_should_notice_a_mistake_in_it():
     assert {path for path in alone if (mutate_code.REPO / path).read_text().count("\n") > 5} == UNNAMED
 
 
+@pytest.mark.slow
 def test_what_does_more_harm_is_drawn_more_often_and_pieces_are_the_whole():
     chosen = mutate_code.drawn(list(mutate_code.GROUPS), ["nam_megatron/laws/found.py", "launch/host/gpu.py"], 24, 7)
     assert len({(mutant.path, mutant.line) for _, mutant in chosen}) == 24

@@ -33,7 +33,7 @@ def test_two_overlays_commute(overlays):
     assert outcome("nam56r", *overlays) == outcome("nam56r", *reversed(overlays))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("overlays", TRIPLES, ids=" ".join)
 def test_three_overlays_commute(overlays):
     found = {outcome("nam56r_native_dp", *order) for order in itertools.permutations(overlays)}

@@ -321,7 +321,7 @@ def test_a_softmax_before_the_choice_weighs_otherwise():
     assert after != before
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "key"), [("dsa", "model.attention_dropout"), ("mamba2", "model.norm_epsilon")])
 def test_a_key_that_a_layer_passes_by_would_be_found(kind, key, monkeypatch):
     """As both were, until their kinds refused another value: Megatron's config held it, and no line read it."""

@@ -71,6 +71,7 @@ def watched(folder: Path, before, still: float = 10.0) -> hang.Hang:
     return watch.found
 
 
+@pytest.mark.slow
 def test_beats_of_a_run_that_is_well(tmp_path):
     (tmp_path / FOLDER).mkdir()
     trained(run(tmp_path, *TWO, world=2))

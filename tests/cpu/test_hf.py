@@ -1302,6 +1302,7 @@ def test_another_tokenizer_is_refused(spoken, words_of, tmp_path, prompts, capsy
         assert export.same_tokens(None, told, one.parent) and not export.same_tokens(None, told, other.parent)
 
 
+@pytest.mark.slow
 def test_imported_weights_know_their_tokenizer(spoken, words_of, tmp_path):
     """However its file is laid out; another of the same size is told, and weights exported without one ask nothing."""
     from nam_megatron.data import __main__ as data

@@ -653,6 +653,7 @@ def test_hosts_that_differ_train_nothing(step, monkeypatch, disk, ran, told):
     assert [p.key or p.message.partition(" on every")[0] for p in refused.value.problems] == told
 
 
+@pytest.mark.slow
 def test_what_a_host_runs_is_told_by_its_files_and_variables(monkeypatch, tmp_path):
     import megatron.core  # noqa: F401  as every trainer has
 

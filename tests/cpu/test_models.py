@@ -412,7 +412,7 @@ def test_what_is_no_number_or_nothing_has_its_row_at_an_expert_too():
     assert of.local_map.tolist() == [[False, True], [True, True]] and probs[1, 1].isnan()
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("forked", [False, True], ids=["", "router"])
 @pytest.mark.parametrize(
     "layout", [{"dp": 2, "ep": 2}, {"tp": 2, "ep": 2}, {"dp": 4, "ep": 4}, {"dp": 4, "ep": 2}], ids=str
@@ -622,7 +622,7 @@ def test_each_expert_multiplies_its_own_rows(accumulate, counts, apart):
         torch.testing.assert_close(found.double(), w.grad, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}], ids=str)
 def test_the_strided_mixer_is_megatrons(layout):
     """The same values, and what its scan sees is the projection itself, not a copy."""

@@ -134,7 +134,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", [NATIVE, LATENT], ids=["native", "latent"])
 def test_each_rank_holds_what_megatron_gives_it(family, layout):

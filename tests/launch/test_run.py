@@ -142,6 +142,7 @@ def test_a_run_from_the_receipt_to_the_seal(root, tmp_path):
     assert socket.gethostname() not in text and str(root) not in text
 
 
+@pytest.mark.slow
 def test_a_receipt_says_which_data_it_was(root, tmp_path):
     """By its content, whatever the redaction leaves of names."""
     words = ["data=indexed", f"data.path={tmp_path}/a", f"data.tokenizer={tmp_path}/t"]

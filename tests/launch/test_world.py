@@ -635,6 +635,7 @@ def launch(*words: str):
     return warm(*words, module="launch.__main__")
 
 
+@pytest.mark.slow
 def test_waivers_on_the_command_line_need_no_plus():
     for word in ("cluster.waivers={git: a copy, root-volume: one disk}", "cluster.waivers.git=a copy"):
         done = launch("show", "conf=nam56r_smoke", word)

@@ -386,6 +386,7 @@ def test_an_initialisation_is_the_recipes_with_the_width_that_it_has_there(name,
         derived.validate()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_not_there(ranks, tmp_path):
     """Bridge would start from random weights."""
     ranks(8)
@@ -478,6 +479,7 @@ def test_what_bridge_cannot_do_is_refused_by_name(overrides, said):
         nemo.recipe("nam56r_native_dp", overrides)
 
 
+@pytest.mark.slow
 def test_an_environment_that_contradicts_the_recipe_is_refused(ranks, monkeypatch):
     """Runners apply the container's variables only where there are none of that name."""
     ranks(8)
@@ -650,6 +652,7 @@ def test_nemo_runs_own_dry_run(monkeypatch, tmp_path, capfd):
     assert "nam_megatron.nemo.cli:pretrain" in text and "['lane=native_dp']" in text
 
 
+@pytest.mark.slow
 def test_the_yaml_needs_no_transformer_engine(monkeypatch, tmp_path):
     """None is installed here; in this process a stand-in takes its place already, as the command has it."""
     assert doctor.installed(doctor.ENGINE) is None
@@ -710,6 +713,7 @@ def told(monkeypatch, capfd, *words: str) -> tuple[int, str, str]:
     return end.value.code or 0, *capfd.readouterr()
 
 
+@pytest.mark.slow
 def test_words_of_a_container_change_the_recipe_on_our_command_line(monkeypatch, capfd):
     code, said, _ = told(
         monkeypatch, capfd, "dump", "conf=nam56r_native_dp", "train.train_iters=20", "model.num_layers=26"
