@@ -29,6 +29,7 @@ from nam_megatron.errors import INCOMPLETE, OK, Problem, Refused, folded, likely
 from nam_megatron.features.names import FEATURES
 from nam_megatron.laws import book, page
 from nam_megatron.recipe import Device, Recipe, conf_dir, config_at, device, keys_at, keys_hint, load, value_at
+from nam_megatron.reference import values
 from nam_megatron.schema import configs
 from nam_megatron.words.regular import irregular
 from nam_megatron.words.setting import Config, section
@@ -337,11 +338,11 @@ def features(sources: Sources) -> Rows:
 
 
 def keys(sources: Sources) -> Rows:
-    """Every key of a recipe; `explain=KEY` says more."""
+    """Every key of a recipe and what it takes; `explain=KEY` says more."""
     for path, config in configs():
         for name, field in config.model_fields.items():
             if not section(field.annotation):
-                yield path + name, config.row(name).doc
+                yield path + name, f"{config.row(name).doc} ({values(field.annotation)})"
 
 
 def laws(sources: Sources) -> Rows:

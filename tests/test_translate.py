@@ -470,6 +470,7 @@ def test_lists_of_words():
     assert [line.split()[0] for line in unwritten if line.endswith("(not built: the mixer)")] == ["mamba3"]
     assert {"optim.lr", "model.blocks.moe.top_k", "feature.mtp.depths"} <= set(first["keys"])
     assert len(set(first["keys"])) == len(first["keys"])
+    assert any(line.endswith("default is softmax (sigmoid, softmax)") for line in lines["keys"]), "what it takes"
 
 
 def test_a_preset_that_nobody_named_is_said():

@@ -222,9 +222,7 @@ NAIVE = {
 
 def layouts() -> Iterator[tuple[str, str]]:
     """One or two models of each family, experts and tensors in one run."""
-    for name in published.MODELS:
-        if published.FILE["models"][name].get("of_another"):
-            continue
+    for name in [name for name, said in published.FILE["models"].items() if not said.get("of_another")]:
         dense = not any("experts" in key for key in published.MODELS[name][1])
         both = "tp" if dense else "ep" if name == "glm_4_7_flash" else "tp ep"  # it has three heads
         yield from ((name, layout) for layout in (both, "pp"))
