@@ -1375,7 +1375,7 @@ def test_a_pipe_has_one_width_and_a_terminal_its_own(tmp_path, capsys, monkeypat
 
 @pytest.mark.parametrize(("options", "says"), [
     (["formatt=json"], "did you mean `format`?"), (["ignore=gqa-ignred"], "did you mean `gqa-ignored`?"),
-    (["format=xml"], "no format `xml`"), (["gpus=many"], "is no number of GPUs"),
+    (["format=xml"], "no format `xml`"), (["gpus=many"], "is no number of GPUs"), (["run.sh"], "one FILE, and format="),
     (["ignore=gqa"], "no rule `gqa`"), (["recipe=a b.yaml"], "is no file name"), (["recipe=/no/such/dir/x.yaml"], "cannot write"),
     (["gpus=9" * 20], "is no number of GPUs"), (["--formatt=json"], "`--formatt=json` is no option"), (["--format"], "is no option"),
 ])  # fmt: skip

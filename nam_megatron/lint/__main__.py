@@ -74,7 +74,7 @@ def _options(words: list[str]) -> dict:
         key, equals, value = word.removeprefix("--").partition("=")
         if not equals or key not in KEYS or not value:
             known = "; ".join(f"{k}={v}" for k, v in KEYS.items())
-            raise Refused(Problem(f"`{word}` is no option", hint=_meant(key, KEYS) + known))
+            raise Refused(Problem(f"`{word}` is no option", hint=f"{_meant(key, KEYS)}one FILE, and {known}"))
         given.append((key, value))
     raise_if_twice(given)
     found |= given
