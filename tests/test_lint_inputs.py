@@ -30,6 +30,7 @@ from nam_megatron.hf import describe as export
 from nam_megatron.hf import native
 from nam_megatron.lint import __main__ as command
 from nam_megatron.lint import container, describe, huggingface, lint, preset, recipe
+from nam_megatron.lint.checkpoint import file_of
 from nam_megatron.lint.read import read
 from nam_megatron.lint.rules import cards
 from nam_megatron.lint.values import Args
@@ -647,6 +648,13 @@ def test_a_config_that_lacks_what_decides_its_model_is_refused(name):
         except (Refused, TypeError, ValueError):
             lacking.add(key)
     assert lacking == CONFIGS[name].keys() - may - {"model_type"}
+
+
+def test_a_folder_with_a_plan_is_told_to_name_the_plan(tmp_path):
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(Refused) as refused:
+        file_of(tmp_path)
+    assert f"name the plan in it, `{tmp_path}/plan.json`" in refused.value.render()
 
 
 LAYERS = "--moe-layer-freq"

@@ -59,8 +59,10 @@ def test_what_a_module_prints_and_ends_with_is_the_programs():
 
 
 def test_a_command_that_is_none_is_refused_with_the_one_that_is_meant():
-    done = nam("transalte")
-    assert done.returncode == 2 and "`nam translate`" in done.stderr
+    for said, meant in (("transalte", "`nam translate`"), ("receipts", "`nam launch receipts`"),
+                        ("check", "`nam launch check` or `nam data check` or `nam hf check`")):  # fmt: skip
+        done = nam(said)
+        assert done.returncode == 2 and f"did you mean {meant}?" in done.stderr
 
 
 def test_help_costs_no_import_of_a_recipe():

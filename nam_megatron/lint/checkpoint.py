@@ -63,6 +63,8 @@ def file_of(path: Path) -> Path:
     found = next((step / name for name in FILES if (step / name).is_file()), None)
     if found is None:
         hint = f"name the folder that holds `{TRACKER}`, a step's folder with `common.pt`, or that file"
+        if (path / "plan.json").is_file():
+            hint = f"name the plan in it, `{path}/plan.json`"
         raise Refused(Problem(f"no checkpoint of Megatron's in `{path}`", hint=hint))
     return found
 
