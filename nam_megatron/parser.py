@@ -12,4 +12,5 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=called(prog), **more)
 
     def error(self, message: str) -> NoReturn:
-        raise Refused(Problem(message, hint=f"`{self.prog} --help` says more"))
+        named = " ".join(str(one.metavar or one.dest) for one in self._actions if not one.option_strings)
+        raise Refused(Problem(message, hint=f"it is `{self.prog} {named}`; `{self.prog} --help` says more"))
