@@ -111,6 +111,7 @@ CASES = {
     "graphs-recomputed-dropout": (
         GPT | CAPTURED | {"--cuda-graph-modules": "mlp", "--hidden-dropout": "0.1"},
         {"--recompute-granularity": "selective", "--recompute-modules": "mlp"}),
+    "sinks-without-kernel": (GPT, {"--softmax-type": "off-by-one", "--attention-backend": "flash"}),
     "sinks-uncounted": (GPT | TP2, {"--softmax-type": "learnable"}, ONE),
     "gdn-sequence": (GPT | LINEAR, {"--tensor-model-parallel-size": "2"}, ONE),
     "mla-sequence": (MLA | {"--transformer-impl": "local"}, {"--tensor-model-parallel-size": "2"}, ONE),
@@ -324,7 +325,7 @@ LATER = {
     "dsa-untrained-overlap", "dsa-without-mla", "fp8-mamba-width", "fsdp-pipeline", "layer-frequency", "moe-sequence",
     "companion-later", "dropout-range", "moe-grouped-bias", "moe-mtp-metrics", "moe-probs-on-input", "moe-stage-without-experts",
     "moe-top-k", "pattern-without-experts", "recompute-mtp", "restart-strict",
-    "padded-vocab-short", "rope-columns", "schedule", "window-size", "wrong-chip",
+    "padded-vocab-short", "rope-columns", "schedule", "window-size", "wrong-chip", "sinks-without-kernel",
 }  # fmt: skip
 NEEDS_CUDA = {"dsa-kernel-declines"}
 CONFLICTS_LATER = {("override_opt_param_scheduler", "--use-checkpoint-opt_param-scheduler")}

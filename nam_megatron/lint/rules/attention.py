@@ -231,7 +231,7 @@ RULES = (
         "name one of them",
         "transformer_engine 2.20 attn_forward_func_with_cp",
     ),
-    *map(trap, ("sinks-uncounted",)),
+    *map(trap, ("sinks-without-kernel", "sinks-uncounted")),
     Rule(
         "gdn-sequence",
         WRONG,
