@@ -58,6 +58,14 @@ translate.main()
     assert done.stdout.startswith("--lr\n")
 
 
+@pytest.mark.parametrize("words", [
+    "hf export none out", "hf import none plan.json out", "hf check none none", "hf evaluate none arc_easy", "data check none",
+])  # fmt: skip
+def test_a_folder_that_is_not_there_is_told_before_torch_is_loaded(words):
+    done = run(f"from nam_megatron import cli\nsys.argv = {['nam', *words.split()]!r}\ncli.main()")
+    assert done.returncode == 2 and "error: there is no `none`" in done.stderr
+
+
 def test_the_block_blocks():
     for name in ("torch", "megatron.core", "transformer_engine", "nam_megatron.runtime.stack"):
         done = run(f"import {name}")

@@ -137,7 +137,9 @@ def _build(words: argparse.Namespace) -> int:
 
 def _check(words: argparse.Namespace) -> int:
     from nam_megatron import installed
+    from nam_megatron.data import manifest
 
+    manifest.read(words.out)  # whether there is one is not asked seconds later, with Megatron loaded
     installed.ask()
     from nam_megatron.data import build
 

@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from nam_megatron.errors import FINDINGS, OK, Problem, Refused, finish, keyless, likely, raise_if
+from nam_megatron.errors import FINDINGS, OK, Problem, Refused, finish, keyless, likely, not_there, raise_if
 from nam_megatron.hf import KERNELS
 from nam_megatron.parser import Parser
 from nam_megatron.words.argtypes import between, count, whole
@@ -107,7 +107,14 @@ def _kernels(made: argparse.ArgumentParser) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     words = parser().parse_args(argv)
-    return keyless(lambda: VERBS[words.verb](words))
+
+    def asked() -> int:
+        if words.verb != "watch":  # which waits for its folder; others would tell seconds later, with torch loaded
+            paths = (getattr(words, name, None) for name in ("checkpoint", "export", "plan", "model"))
+            raise_if(not_there(path) for path in paths if path and not path.exists())
+        return VERBS[words.verb](words)
+
+    return keyless(asked)
 
 
 def _progress(text: str) -> None:
