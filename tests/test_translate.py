@@ -625,6 +625,7 @@ BAD = {
     "option typo": (["conf=nam56r", "lane=nemo"], "no lane `nemo` @ lane", "author_dp, native_dp, nemo_native, own_dp"),
     "a config.json without its key": (["/d/config.json"], "`/d/config.json` is no KEY=VALUE", "a published model is `conf=/d/config.json`"),
     "a run's receipt": (["/d/receipt.json"], "is no KEY=VALUE", "a run's page is `python -m launch report /d/receipt.json`"),
+    "a plan": (["/d/plan.json"], "is no KEY=VALUE", "`python -m nam_megatron.budget /d/plan.json` says what it costs"),
     "a preset without its key": (["nam56r"], "`nam56r` is no KEY=VALUE", "a preset is `conf=nam56r`"),
     "a preset of somebody": (["conf=jamba"], "no preset `jamba`", "one of your own is found by `--config-dir FOLDER`"),
     "a kind by its title": (["conf=nam56r", "model.letters.A=GQA"], "is not one of 'attention'", "did you mean `attention`?"),
