@@ -302,10 +302,7 @@ def problem(err: Exception) -> Problem:
         for name, hint in (
             ("config.json", "a published model is `conf={}`"),
             ("receipt.json", "a run's page is `python -m launch report {}`"),
-            (
-                "plan.json",
-                "a plan is begun by the run.sh beside it; `python -m nam_megatron.budget {}` says what it costs",
-            ),
+            ("plan.json", "run.sh beside it starts it; `python -m nam_megatron.budget {}` says what it costs"),
         ):
             if at.name == name or (at / name).is_file():
                 said = hint.format(err.override)
