@@ -424,6 +424,8 @@ YARN = CONFIGS["deepseek_v3_yarn"]["rope_scaling"]
         ("qwen3_8b", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": None}, "not say `max_window_layers`"),
         ("qwen3_8b", {"sliding_window": 0, "use_sliding_window": True, "max_window_layers": 0}, "give the window's length"),
         ("qwen3_8b", {"layer_types": ["sliding_attention"] * 36}, "set `use_sliding_window` to true"),
+        ("qwen3_8b", {"layer_types": ["linear_attention"] * 36}, "`linear_attention` without a window"),
+        ("qwen3_30b_a3b", {"use_sliding_window": True}, "does not say `sliding_window`"),
         ("nemotron_3_nano_30b_a3b", {"n_shared_experts": 0}, "its code has one"),
         ("llama_3_1_8b", {"original_max_position_embeddings": 4096}, "`original_max_position_embeddings: 4096`"),
         ("llama_3_1_8b", {"rope_theta": None, "rope_parameters": {"rope_theta": 5e5, **CONFIGS["llama_3_1_8b"]["rope_scaling"]}},

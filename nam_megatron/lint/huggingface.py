@@ -614,10 +614,13 @@ def _groups(s: Said) -> Words:
 
 def _asked(s: Said) -> Words:
     """Windows of dense Qwens: of the layers from `max_window_layers` on where `layer_types` names none; of those with experts in all."""
+    if s.get("use_sliding_window") and "sliding_window" not in s.root:
+        raise Refused(s.unsaid("sliding_window"))
     if s.get("sliding_window") is not None and s.need("use_sliding_window"):
         yield from _window(s) if s.root["model_type"] == "qwen3_moe" else _arranged(s)
-    elif "sliding_attention" in (s.get("layer_types") or []):
-        s.refuse("layer_types", "`sliding_attention` without a window that is used", "set `use_sliding_window` to true")
+    elif others := {*(s.get("layer_types") or [])} - {"full_attention"}:
+        what = f"`{', '.join(map(str, sorted(others)))}` without a window that is used"
+        s.refuse("layer_types", what, "set `use_sliding_window` to true")
 
 
 def _arranged(s: Said) -> Words:
