@@ -45,7 +45,7 @@ REASONS = (
     "done", "signal", "planned stop", "not a number", "unfit data", "wrong result", "out of memory", "full disk", "refused", "not built",
     "gave up", "error",
 )  # fmt: skip
-NO_ROOM = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
+NO_ROOM = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT)))
 LITTLE = 1 << 20  # bytes that a disk may have left when a file did not fit
 
 
@@ -133,7 +133,7 @@ class Record:
         saving = type(err).__name__ == "CheckpointException"
         if self.saves is None or not (saving or (said and isinstance(err, OSError))):
             return False
-        if said and (saving or self.saves in str(err)):
+        if said and (saving or f"'{os.path.join(self.saves, '')}" in str(err)):
             return True
         try:
             return shutil.disk_usage(self.saves).free < LITTLE
