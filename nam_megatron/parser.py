@@ -12,5 +12,6 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=called(prog), **more)
 
     def error(self, message: str) -> NoReturn:
-        named = " ".join(str(one.metavar or one.dest) for one in self._actions if not one.option_strings)
+        wanted = (one for one in self._actions if one.required or not one.option_strings)
+        named = " ".join(" ".join((*one.option_strings[:1], str(one.metavar or one.dest))) for one in wanted)
         raise Refused(Problem(message, hint=f"it is `{self.prog} {named}`; `{self.prog} --help` says more"))

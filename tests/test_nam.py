@@ -65,6 +65,7 @@ def test_a_command_that_is_none_is_refused_with_the_one_that_is_meant():
         assert done.returncode == 2 and f"did you mean {meant}?" in done.stderr
     done = nam("hf", "check", "an export")  # one of two was taken for the other, and the message names the second
     assert done.returncode == 2 and "it is `nam hf check CHECKPOINT EXPORT`" in done.stderr
+    assert "it is `nam data corpus FILE.jsonl --from " in nam("data", "corpus").stderr
 
 
 def test_help_costs_no_import_of_a_recipe():
