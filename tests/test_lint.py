@@ -1575,7 +1575,8 @@ def test_a_variable_for_rays_workers_is_set(tmp_path):
     (tmp_path / "model.sh").write_text(f"A=({DESCRIBED} --moe-token-dispatcher-type alltoall)\n")
     text = """source "$(dirname "$0")/model.sh"\nENV="{\\"env_vars\\": {\\"CUDA_DEVICE_MAX_CONNECTIONS\\": \\"1\\"}}"
 ray job submit --runtime-env-json="$ENV" -- python3 t.py ${A[@]} --tensor-model-parallel-size 2 --moe-token-dispatcher-type flex"""
-    for said, told in ((text, False), (text.replace("CUDA_DEVICE", "CUDA"), True)):
+    other, comment = text.replace("CUDA_DEVICE", "CUDA"), "# export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
+    for said, told in ((text, False), (other, True), (comment + other, True), (text.replace('"1', '"8'), True)):
         found = lint(said, str(tmp_path / "run.sh"))
         assert told is ("does not export it" in " ".join(describe.notes(found.args, found.model)))
         assert not ids(found)["given-twice-runs"]  # a model's file, and what the launch says over it
@@ -1908,6 +1909,8 @@ MIXTRAL = " ".join(words(MOE | {"--moe-router-topk": None, "--untie-embeddings-a
         ("not-the-card", "llama2_70b.sh", f"torchrun t.py {LLAMA70} --kv-channels 128".replace("8192", "7168").replace("s 64", "s 56"),
          ("heads 56", "heads 64")),
         ("bad-value", "r.sh", f"ray job submit -- python3 train.py {DESCRIBED} --moe-layer-freq \"'([1]*8)'\"", ("ray job submit --", "")),
+        ("bad-value", "r.sh", f"ray job submit -- python3 train.py {DESCRIBED} --moe-layer-freq \"'([1]*8)'\"",
+         ("\"'([1]*8)'\"", "'\"([1]*8)\"'")),
         ("pattern-symbol", "n.yaml", 'A:\n  --num-layers: 2\n  --lr: 1\n  --hybrid-layer-pattern: \\"M*\\"', ('"M', '"?M')),
         ("fp8-flags-ignored", "f.sh", f"torchrun t.py {DESCRIBED} --first-last-layers-bf16 --fp4-format e2m1", ("--fp4-format e2m1", "")),
         *((rule, "f.sh", f"torchrun pretrain_gpt.py {DESCRIBED} --num-experts 8 {said} --moe-own-routing", (" --moe-own-routing", ""))

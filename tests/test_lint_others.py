@@ -714,7 +714,10 @@ def test_areal_with_another_backend_trains_nothing_of_megatrons():
     assert launch.gpus is None and any("another backend trains" in note for note in launch.notes)
     verl = "actor_rollout_ref: {actor: {strategy: %s, megatron%s: {seed: 1}}, rollout: {tensor_model_parallel_size: 2, seed: 1}}"
     nemo = "policy: {dtensor_cfg: {sequence_parallel: true, context_parallel_size: 1}, megatron_cfg%s: {enabled: true, seed: 1}}"
-    assert lint(verl % ("fsdp", "")).launch.words and lint(nemo % "").launch.words
+    assert lint(nemo % "").launch.words
+    for strategy in ("fsdp", "megatron"):
+        notes = " ".join(lint(verl % (strategy, "")).launch.notes)
+        assert ("another backend trains" in notes) is (strategy == "fsdp")
     for text in (verl % ("fsdp", "_"), nemo % "_"):
         with pytest.raises(Refused, match="no Megatron flag"):
             lint(text)

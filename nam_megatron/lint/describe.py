@@ -256,7 +256,7 @@ def notes(a: Args, m: Model) -> Iterator[str]:
         and not m.fsdp
         and not m.blackwell
         and "CUDA_DEVICE_MAX_CONNECTIONS" not in a.launch.env
-        and not re.search(r"CUDA_DEVICE_MAX_CONNECTIONS\W+\d", a.launch.text),  # in a JSON for Ray's workers, say
+        and not re.search(r"(?m)^[^#\n]*CUDA_DEVICE_MAX_CONNECTIONS[^\w\n]+1\b", a.launch.text),  # in Ray's JSON, say
         False,
     ):
         yield "tensor and context parallelism demand CUDA_DEVICE_MAX_CONNECTIONS=1 on Hopper and before; the text does not export it"

@@ -115,6 +115,10 @@ def _areal(tree: Tree) -> Worded:
     return Worded(said, gpus)
 
 
+def _verl(tree: Tree) -> Worded:
+    return Worded({}, otherwise=next(at(tree, "actor_rollout_ref.actor.strategy"), None) in ("fsdp", "fsdp2", "veomni"))
+
+
 OPTIMIZER = ("lr", "weight_decay", "clip_grad", "lr_decay_style")  # of verl's, under Megatron's names
 
 
@@ -135,6 +139,7 @@ PROGRAMS = (
         (("trainer.nnodes", "trainer.n_gpus_per_node"),),
         model=("actor_rollout_ref.model.path", "model.path"),
         own=("spec",),
+        worded=_verl,
     ),
     Program(
         "SkyRL",
@@ -234,8 +239,7 @@ def of_command(words: Iterable[str], target: Target) -> Said | None:
 
 def without_megatron(tree: Tree) -> bool:
     """Whether another backend trains what a YAML of NeMo-RL or verl says, whose sizes are then its own or those of generation."""
-    actor = next(at(tree, "actor_rollout_ref.actor"), None)
-    fsdp = isinstance(actor, dict) and actor.get("strategy") in ("fsdp", "fsdp2", "veomni") and "megatron" not in actor
+    fsdp = _verl(tree).otherwise and not any(at(tree, "actor_rollout_ref.actor.megatron"))
     return fsdp or (any(at(tree, "policy.dtensor_cfg")) and not any(at(tree, "policy.megatron_cfg")))
 
 

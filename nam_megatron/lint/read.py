@@ -52,7 +52,6 @@ ENVIRONMENT = re.compile(r"env(ironment)?(_?va?rs?)?", re.IGNORECASE)
 # The first line of a YAML or JSON: `key:`, `- item`, `---`, an opening bracket that is no test of a shell's.
 YAML = re.compile(r"""(-\s+)?["']?[\w.-]+["']?\s*:(\s|$)|-\s|---$|[{\[]\s*(["'\]}]|$)|\{\s*[\w.-]+\s*:""")
 INDIRECT = re.compile(r"\$\{!|\b(declare|local|typeset)\s+-n\b")  # a variable by a name that another holds
-QUOTED = re.compile(r"^(['\"])(.*)\1$")  # a word that another shell takes the quotes from
 TEST = re.compile(r"\[\s.*\s\]\s*(&&|\|\||;)")  # of a shell
 # Of the number of nodes, in NVIDIA's examples; or GPUs that the script is called with.
 TO_CHANGE = re.compile(
@@ -270,8 +269,8 @@ def _shell(text: str, target: Target, name: str, decided: Mapping[str, bool]) ->
             f"the text has {len(others) + 1} launches: read is the one with the most flags, the first of equals"
         )
     (launcher, words, script), env = _split(best[0], target), best[1]
-    if launcher[:3] == ("ray", "job", "submit"):  # which hands the command to another shell
-        words = [QUOTED.sub(r"\2", word) for word in words]
+    if launcher[:3] == ("ray", "job", "submit"):  # which hides double quotes, and blanks, from its shell
+        words = [re.sub(r"^'(\S*)'$", r"\1", word) for word in words]
     if not flags(best) and (launch := _of_another(run, made)):
         return launch
     if partial := not _flags(words, target):  # a file that only sets variables, for another script to use
@@ -799,7 +798,7 @@ def _entry(name: str, node: yaml.Node, target: Target, dashed: bool = False) -> 
             return [flag_name, *(w for v in values for w in (v.split() if v.startswith("--") else [v]))]
         return [flag_name, *values] if flag.nargs else [flag_name, f"[{','.join(values)}]"]
     value = _holes(str(node.value))
-    value = QUOTED.sub(r"\2", re.sub(r"\\+(.)", r"\1", value)) if dashed else value
+    value = re.sub(r"^(['\"])(.*)\1$", r"\2", re.sub(r"\\+(.)", r"\1", value)) if dashed else value
     if flag is not None and flag.nargs and not value.startswith("["):
         return [flag_name, *value.split()]
     if flag is not None and flag.nargs and (match := re.fullmatch(r"\[(.*)\]", value)):
