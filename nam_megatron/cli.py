@@ -61,7 +61,7 @@ def command(words: Sequence[str]) -> int:
         sys.stdout.write("".join(f"{word}\n" for word in complete(rest)))
         return OK
     if name not in COMMANDS:
-        under = re.findall(rf"^ +(\w+) VERB .*\b{re.escape(name)}\b", __doc__ or "", re.MULTILINE)
+        under = re.findall(rf"^ +(\w+) VERB .*[ :,] {re.escape(name)}(?:,|$)", __doc__ or "", re.MULTILINE)
         alike = filter(None, [likely(name, COMMANDS)])
         meant = [f"`nam {one} {name}`" for one in under] or [f"`nam {one}`" for one in alike]
         hint = f"did you mean {' or '.join(meant)}?" if meant else "`nam --help` lists the commands"

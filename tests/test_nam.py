@@ -58,7 +58,7 @@ def test_what_a_module_prints_and_ends_with_is_the_programs():
     assert listed.stdout == nam("translate", "list=clusters").stdout and "h200_2x8   2 x 8 GPUs" in listed.stdout
 
 
-def test_a_command_that_is_none_is_refused_with_the_one_that_is_meant():
+def test_a_command_that_is_none_is_refused_with_the_one_that_is_meant(tmp_path):
     for said, meant in (("transalte", "`nam translate`"), ("receipts", "`nam launch receipts`"),
                         ("check", "`nam launch check` or `nam data check` or `nam hf check`")):  # fmt: skip
         done = nam(said)
@@ -66,6 +66,9 @@ def test_a_command_that_is_none_is_refused_with_the_one_that_is_meant():
     done = nam("hf", "check", "an export")  # one of two was taken for the other, and the message names the second
     assert done.returncode == 2 and "it is `nam hf check CHECKPOINT EXPORT`" in done.stderr
     assert "it is `nam data corpus FILE.jsonl --from " in nam("data", "corpus").stderr
+    assert "did you mean" not in nam("the").stderr  # a word of what `nemo` is for
+    (tmp_path / "plan.json").touch()
+    assert f"`nam budget {tmp_path}/plan.json` says" in nam("translate", str(tmp_path)).stderr
 
 
 def test_help_costs_no_import_of_a_recipe():

@@ -305,7 +305,7 @@ def problem(err: Exception) -> Problem:
             ("plan.json", "run.sh beside it starts it; `python -m nam_megatron.budget {}` says what it costs"),
         ):
             if at.name == name or (at / name).is_file():
-                said = hint.format(err.override)
+                said = hint.format(at if at.name == name else at / name)
                 return Problem(f"`{clipped(err.override)}` is no KEY=VALUE", hint=said, law="override-unreadable")
         hint = "it is read as KEY=VALUE; a value with blanks or signs needs quotes of its own: KEY=\"'...'\""
         return Problem(f"cannot read the override `{clipped(err.override)}`", hint=hint, law="override-unreadable")
