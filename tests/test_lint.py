@@ -618,8 +618,13 @@ def test_yaml_forms(text):
 
 
 def test_a_path_that_is_not_set_is_no_matter():
-    found = lint("ARGS:\n  --hidden-size: 4096\n  --save: $OUT/x\n")
-    assert "not set in the text, and no matter here: --save ($OUT)" in describe.notes(found.args, found.model)
+    for flag, said in (
+        ("--save", "not set in the text, and no matter here: "),
+        ("--recompute-modules", "not set in the text, and how it runs hangs on it: "),
+        ("--te-precision-config-file", "the text does not decide what these hang on, and they are open: "),
+    ):
+        found = lint(f"ARGS:\n  --hidden-size: 4096\n  {flag}: $OUT/x\n")
+        assert f"{said}{flag} ($OUT)" in describe.notes(found.args, found.model)
 
 
 def test_yaml_by_argument_name_and_lists_and_environment():

@@ -49,6 +49,7 @@ ALIASES = ("use_rotary_position_embeddings", "add_position_embedding")
 RUNS = re.compile(
     "dispatcher|interval|recompute|_parallel|overlap|cuda_graph|fusion|attention_backend|num_workers|offload|distributed_"
 )
+MEANT = re.compile("^heterogeneous_|^mtp_|^yaml_cfg|^te_precision|quantizer|schedule$")  # say the model
 SHOWN = re.compile("log_|tensorboard|wandb|timing|eval_i")  # what is printed or looked up, and no more
 
 
@@ -173,10 +174,10 @@ def left_open(a: Args) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         variables = ", ".join(n if name in a.hanging else f"${n}" for n in dict.fromkeys(names))
         if a.worked_out(names) and name not in a.hanging:
             yield "computed", a.written(name), ()
-        elif harmless(name, a.target):
-            yield "path", f"{flag} ({variables})", ()
         elif runs(name):
             yield "runs", f"{flag} ({variables})", ()
+        elif harmless(name, a.target) and not MEANT.search(name):
+            yield "path", f"{flag} ({variables})", ()
         elif name in a.hanging:
             yield "condition", f"{flag} ({variables})", ()
         else:
