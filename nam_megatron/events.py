@@ -133,7 +133,7 @@ class Record:
         saving = type(err).__name__ == "CheckpointException"
         if self.saves is None or not (saving or (said and isinstance(err, OSError))):
             return False
-        if said and (saving or f"'{os.path.join(self.saves, '')}" in str(err)):
+        if said and (saving or any(f"'{self.saves.rstrip('/')}{end}" in str(err) for end in "'/")):
             return True
         try:
             return shutil.disk_usage(self.saves).free < LITTLE

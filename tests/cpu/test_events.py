@@ -272,6 +272,7 @@ NO_SPACE = os.strerror(errno.ENOSPC)
         (CheckpointException("Worker failure"), 1 << 30, "error"),
         (CheckpointException(f"Local worker: {NO_SPACE}"), 1 << 30, "full disk"),  # another has made room since
         (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "ckpt/iter_1"), 1 << 30, "full disk"),
+        (OSError(errno.ENOSPC, NO_SPACE, "ckpt"), 1 << 30, "full disk"),
         (OSError(errno.ENOSPC, NO_SPACE, "elsewhere"), 1 << 30, "error"),
         (OSError(errno.ENOSPC, NO_SPACE, "/dev/shm/ckpt_of_others"), 1 << 30, "error"),
         (OSError(errno.EFBIG, os.strerror(errno.EFBIG), "ckpt/iter_1"), 1 << 30, "error"),  # a limit of this process
