@@ -83,7 +83,7 @@ def another_chip(recipe: Recipe) -> Iterator[Problem]:
         gpu = torch.cuda.get_device_properties()
         if not wanted.sized(size := gpu.total_memory / 2**30):
             message = f"this GPU, {gpu.name}, has {size:.1f} GiB, and the plan's `{wanted.name}` {wanted.total_gib}"
-            yield Problem(message, key="device.total_gib", hint=hint)
+            yield Problem(message, key="device.total_gib", hint=f"{hint}; or `cluster.waivers.gpus=REASON`")
 
 
 def on_disk(recipe: Recipe) -> dict[str, Any]:
