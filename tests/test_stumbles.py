@@ -158,7 +158,7 @@ def test_one_of_a_list_is_the_list():
 def test_a_wrong_word_is_refused_in_the_programs_name(words):
     ran = nam(*words)
     assert (ran.returncode, ran.stdout) == (2, "") and ran.stderr.startswith("error: ")
-    assert f"hint: `nam {words[0]}" in ran.stderr and "python -m" not in ran.stderr
+    assert f"hint: it is `nam {words[0]}" in ran.stderr and "python -m" not in ran.stderr
 
 
 def test_a_run_is_named_by_how_its_name_begins_or_by_a_part_of_it(tmp_path):
