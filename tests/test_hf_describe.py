@@ -179,8 +179,11 @@ class Asked(Exception):
         ("evaluate", "evaluate", "evaluate a t", "a ['t'] None None None 4 torch.bfloat16 cpu torch"),
     ],
 )  # fmt: skip
-def test_each_verb_hands_on_what_was_said(monkeypatch, module, function, line, wanted):
+def test_each_verb_hands_on_what_was_said(monkeypatch, tmp_path, module, function, line, wanted):
     """In its order: two folders, or a dtype and a device, are easily exchanged."""
+    monkeypatch.chdir(tmp_path)
+    for name in "abc":
+        (tmp_path / name).mkdir()
 
     def asked(*words):
         shown = (tuple(w.shape) if isinstance(w, torch.Tensor) else getattr(w, "__name__", w) for w in words)
