@@ -4,7 +4,7 @@
     python tests/mutate_code.py                       # one in every line that can hold one
     python tests/mutate_code.py nam_megatron/plan.py  # in these files alone; groups=rows,judges: in those groups'
     python tests/mutate_code.py nightly piece=1/8     # an eighth of 200 by the day, drawn the oftener the more harm a mistake does
-    python tests/mutate_code.py commit                # six in the files of the last commit, by its hash, as CI draws them
+    python tests/mutate_code.py commit                # twelve in the files of the last commit, by its hash, as CI draws them
 
 tests/mutate_flags.py changes the arguments that a plan becomes, and asks verify alone; this one changes the programs. What a mistake
 is and where one can be made, cosmic-ray says, with operators of ours for what it has not: swapped arguments, a lost row, a dropped
@@ -598,7 +598,7 @@ def judge(
 
 COMMANDS = {
     "nightly": {"sample": "200"},
-    "commit": {"sample": "6", "trusted": "true", "seconds": "100", "workers": "1"},
+    "commit": {"sample": "12", "trusted": "true", "seconds": "200", "workers": "1"},
 }
 
 

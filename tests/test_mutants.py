@@ -86,7 +86,7 @@ def test_what_nobody_has_decided_is_no_part_of_the_score():
 
 
 def test_mistakes_in_the_last_commits_files_are_noticed():
-    """Six, drawn by its hash. A survivor gets its test, or its reason in SAME: `python tests/mutate_code.py commit` names it."""
+    """Twelve, drawn by its hash. A survivor gets its test, or its reason in SAME: `python tests/mutate_code.py commit` names it."""
     command = [sys.executable, str(HERE / "mutate_code.py"), "commit"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0 and " mutants" in ran.stdout + ran.stderr, ran.stdout + ran.stderr

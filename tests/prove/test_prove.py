@@ -1072,7 +1072,7 @@ def benches():
         one.__exit__(None, None, None)
 
 
-@pytest.mark.slow
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_bug_is_found(benches, name):
     bug = planted.BUGS[name]
