@@ -1,5 +1,6 @@
 """A sample of mistakes in our own code is noticed; tests/mutate_code.py tries all of them."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -49,7 +50,21 @@ def test_every_group_has_its_files_and_its_tests():
         for glob in group.files:
             assert list(mutate_code.REPO.glob(glob)), f"{name}: {glob}"
         for test in group.tests:
-            assert (mutate_code.REPO / test.split()[0].partition("::")[0]).is_file(), f"{name}: {test}"
+            for word in (word for word in test.split() if "/" in word):
+                path, _, function = word.removeprefix("--deselect=").partition("::")
+                assert f"def {function}" in mutate_code.written(path), f"{name}: {word}"  # pytest would stop, or run it
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "word"),
+    [
+        (0, "", "survived"), (1, "FAILED", "killed"), (2, "ImportError", "killed"), (-signal.SIGSEGV, "", "killed"),
+        (5, "3 deselected", "undecided"), (4, "ERROR: not found: a.py::test_gone", "undecided"), (None, "", "undecided"),
+        (-signal.SIGXCPU, "", "undecided"),
+    ],
+)  # fmt: skip
+def test_only_a_test_that_ran_and_failed_has_noticed(code, text, word):
+    assert mutate_code.verdict(code, text) == word
 
 
 # Programs that no test names, nor their folder: a mistake in them nobody can notice but by chance.
