@@ -34,7 +34,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nam_megatron.data import manifest
+from nam_megatron.words import whole
 from nam_megatron.words.tree import tree_hash
 
 PACKAGE = Path(__file__).parent  # whose modules this process imports
@@ -159,7 +159,7 @@ def source() -> str:
 
 def digest(path: Path) -> str | None:
     """SHA-256 of a file; None where there is none: a pipe would be waited for."""
-    return manifest.digest(path) if path.is_file() else None
+    return whole.digest(path) if path.is_file() else None
 
 
 def early(code: object, done: int, signalled: bool, every: int | None) -> str:

@@ -32,6 +32,7 @@ from nam_megatron.errors import Refused
 from nam_megatron.hf import export
 from nam_megatron.recipe import load
 from nam_megatron.train import announce, unfit_data
+from nam_megatron.words.whole import digest
 
 TEXTS = [
     f"// file {i}\n#include <vector>\nint f{i}(int x) {{\n\treturn {i * 37} * x;  // naïve €{i}\n}}\n"
@@ -80,7 +81,7 @@ def test_a_large_file_is_not_taken_at_its_manifests_word(tmp_path, bpe, monkeypa
     monkeypatch.setattr(identity, "BLOCK", 64)
     out = built(tmp_path, bpe, jsonl(tmp_path / "a.jsonl"))
     data, path = load("nam56r_smoke", ["data=built", f"data.path={out}"]).data, out / "train.bin"
-    assert identity.tree(data)["files"]["train.bin"]["sha256"] == manifest.digest(path) != identity.content(path)
+    assert identity.tree(data)["files"]["train.bin"]["sha256"] == digest(path) != identity.content(path)
     made = manifest.read(out).files.values()
     assert {file.bytes for file in made if file.blocks} == {file.bytes for file in made if file.bytes > 1024}
     assert any(1024 < file.bytes <= 2048 for file in made)
@@ -586,7 +587,7 @@ def test_a_dataset_without_a_skip_keeps_the_key_that_it_had(tmp_path, bpe):
     """Checkpoints know their data by it."""
     inputs = [sources.source(jsonl(tmp_path / "a.jsonl"), "text", ())]
     said = key_of(inputs, ["content"], [], build.Options(bpe, 0.2, "refuse", 1))
-    with_tokenizer = [manifest.digest(bpe / name) for name in (tokenizer.FILE, tokenizer.CONFIG)]
+    with_tokenizer = [digest(bpe / name) for name in (tokenizer.FILE, tokenizer.CONFIG)]
     old = [[["jsonl", "text", [], "content"]], with_tokenizer, 0.2, "refuse", sources.PIECE]
     assert said == hashlib.sha256(json.dumps(old).encode()).hexdigest()
 
@@ -1000,7 +1001,7 @@ def test_check_opens_nothing_that_megatron_cannot_read(tmp_path, bpe, name, dama
     (out / name).write_bytes(damage((out / name).read_bytes()))
     made, file = (
         manifest.read(out),
-        manifest.File(sha256=manifest.digest(out / name), bytes=(out / name).stat().st_size),
+        manifest.File(sha256=digest(out / name), bytes=(out / name).stat().st_size),
     )
     manifest.write(out, made.model_copy(update={"files": made.files | {name: file}}))
     (problem,) = build.check(out, None)[1]
@@ -1015,7 +1016,7 @@ def test_what_check_finds_in_the_tokens_themselves(tmp_path, bpe):
     builder.finalize(str(out / "valid.idx"))
     made = manifest.read(out)
     for name in ("valid.bin", "valid.idx"):
-        file = manifest.File(sha256=manifest.digest(out / name), bytes=(out / name).stat().st_size)
+        file = manifest.File(sha256=digest(out / name), bytes=(out / name).stat().st_size)
         made = made.model_copy(update={"files": made.files | {name: file}, "largest_id": 288})
     manifest.write(out, made)
     _, problems = build.check(out, 290)

@@ -32,9 +32,9 @@ from typing import Any
 
 from launch.record.redact import Redactor
 from nam_megatron import errors
-from nam_megatron.data import manifest
 from nam_megatron.errors import Problem, Refused, quoted, raise_if
 from nam_megatron.recipe import at
+from nam_megatron.words import whole
 from nam_megatron.words.regular import irregular
 from nam_megatron.words.whole import synced, write_whole
 
@@ -311,7 +311,7 @@ def file_hash(path: Path) -> str | None:
     if path.exists() and not path.is_file():
         return "no file"
     try:
-        return manifest.digest(path)
+        return whole.digest(path)
     except OSError:
         return None
 

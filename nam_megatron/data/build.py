@@ -31,7 +31,7 @@ from nam_megatron.data import manifest as manifests
 from nam_megatron.data.manifest import SPLITS, TOKENIZER, File, Input, Manifest, Split
 from nam_megatron.data.sources import Piece, Source
 from nam_megatron.errors import Problem, Refused, raise_if
-from nam_megatron.words.whole import write_whole
+from nam_megatron.words.whole import digest, write_whole
 
 with warnings.catch_warnings():  # of what only training needs
     warnings.simplefilter("ignore")
@@ -153,7 +153,7 @@ def _build(
 def _file(path: Path) -> File:
     size = path.stat().st_size
     blocks = identity.content(path) if size > identity.WHOLE else None
-    return File(sha256=manifests.digest(path), bytes=size, blocks=blocks)
+    return File(sha256=digest(path), bytes=size, blocks=blocks)
 
 
 def _stamps(inputs: Sequence[Source], options: Options) -> Stamps:
@@ -204,7 +204,7 @@ def _key(
     inputs: Sequence[Source], contents: Sequence[str], gone: Sequence[str], options: Options, known: Tokenizer
 ) -> str:
     """Hash of everything that decides the result, and of what was left out of it."""
-    made_with = [manifests.digest(options.tokenizer / name) for name in (tokenizer.FILE, tokenizer.CONFIG)]
+    made_with = [digest(options.tokenizer / name) for name in (tokenizer.FILE, tokenizer.CONFIG)]
     # Builds of an earlier version knew one end of a line.
     kinds = ("tree, each end of a line as it is" if s.kind == "tree" else s.kind for s in inputs)
     read: list[Any] = [[k, s.field, s.suffixes, c] for k, s, c in zip(kinds, inputs, contents, strict=True)]
@@ -243,16 +243,13 @@ def _judge(pieces: Sequence[Piece], scans: Sequence[dict], options: Options) -> 
     problems = [p for scan in scans for p in scan["problems"]]
     raise_if(_listed("unreadable rows", problems, "mend them, or leave them out: `--skip` and the place"))
     first: dict[str, tuple[int, int]] = {}
-    twice: list[tuple[int, int, str]] = []
+    twice: list[tuple[int, int, int, int]] = []
     for i, scan in enumerate(scans):
-        for at, digest in scan["digests"]:
-            if first.setdefault(digest, (i, at)) != (i, at):
-                twice.append((i, at, digest))
+        for at, hashed in scan["digests"]:
+            if (before := first.setdefault(hashed, (i, at))) != (i, at):
+                twice.append((i, at, *before))
     if options.duplicates != "keep" and twice:
-        named = []
-        for i, at, digest in twice[:SHOWN]:
-            before, there = first[digest]
-            named.append(f"{sources.place(pieces[i], at)} is {sources.place(pieces[before], there)}")
+        named = [f"{sources.place(pieces[i], at)} is {sources.place(pieces[j], of)}" for i, at, j, of in twice[:SHOWN]]
         if options.duplicates == "refuse":
             raise Refused(_listed("duplicates", named, CHOICE, len(twice)))
         print(f"{len(twice)} duplicates left out, the first: {'; '.join(named)}", file=sys.stderr)
@@ -264,7 +261,7 @@ def _judge(pieces: Sequence[Piece], scans: Sequence[dict], options: Options) -> 
             raise Refused(Problem(f"none of {len(first)} documents falls into the split `{split}`", hint=hint))
     skip: list[list[int]] = [[] for _ in pieces]
     if options.duplicates == "drop":
-        for i, at, _ in twice:
+        for i, at, *_ in twice:
             skip[i].append(at)
     return skip
 

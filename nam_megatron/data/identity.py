@@ -11,6 +11,7 @@ from nam_megatron.data import manifest
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.words import regular
 from nam_megatron.words.regular import closed, irregular
+from nam_megatron.words.whole import digest
 
 if TYPE_CHECKING:
     from nam_megatron.recipe.data import Data
@@ -89,7 +90,7 @@ def content(path: Path) -> str:
     """SHA-256 of a file, or, of one larger than WHOLE, of blocks that lie evenly in it, the first and the last among them."""
     size = path.stat().st_size
     if size <= WHOLE:
-        return manifest.digest(path)
+        return digest(path)
     found, last = hashlib.sha256(), WHOLE // BLOCK - 1
     with path.open("rb") as stream:
         for i in range(last + 1):

@@ -1,6 +1,5 @@
 """What a built dataset is and what it was made of: manifest.json, written last, read by the trainer before anything is built."""
 
-import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +11,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationEr
 from nam_megatron.errors import Problem, Refused, not_there, quoted, raise_if
 from nam_megatron.words.regular import irregular
 from nam_megatron.words.setting import Config
-from nam_megatron.words.whole import write_whole
+from nam_megatron.words.whole import digest, write_whole
 
 NAME = "manifest.json"
 SPLITS = ("train", "valid")
@@ -87,12 +86,6 @@ def read(folder: Path) -> Manifest:
 
 def write(folder: Path, manifest: Manifest) -> None:
     write_whole(folder / NAME, json.dumps(manifest.model_dump(exclude_none=True), indent=1) + "\n")
-
-
-def digest(path: Path) -> str:
-    """SHA-256 of a file, in hex."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def damage(folder: Path, manifest: Manifest, thorough: bool) -> Iterator[Problem]:

@@ -10,9 +10,9 @@ from pathlib import Path
 from stat import S_ISLNK, S_ISREG
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
-from nam_megatron.data.manifest import digest
 from nam_megatron.errors import Problem, Refused, counted, raise_if
 from nam_megatron.words.regular import closed, irregular
+from nam_megatron.words.whole import digest
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile

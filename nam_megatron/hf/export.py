@@ -22,7 +22,7 @@ from nam_megatron.hf.adapters import Merged
 from nam_megatron.hf.model.configuration_nam import COMPUTES, OPTIONAL, NamConfig
 from nam_megatron.judge.resume import DATA, HASHED, PLAN, SIGNED, foreign
 from nam_megatron.runtime import checksums
-from nam_megatron.words.whole import write_whole
+from nam_megatron.words.whole import digest, write_whole
 
 MODEL = Path(__file__).parent / "model"
 GENERATION = "generation_config.json"
@@ -278,11 +278,11 @@ def same_tokens(theirs: dict[str, Any] | None, told: str | None, given: Path) ->
     ours = content.tokens(given / tokenizer.FILE)
     if theirs:
         return theirs == ours
-    if not told or told in (dataset.digest(given / tokenizer.FILE), content.laid_out(ours)):
+    if not told or told in (digest(given / tokenizer.FILE), content.laid_out(ours)):
         return True
     with tempfile.TemporaryDirectory() as copied:  # a dataset has one of others as it is used, which is another file
         tokenizer.copy(given, Path(copied))
-        return told == dataset.digest(Path(copied, tokenizer.FILE))
+        return told == digest(Path(copied, tokenizer.FILE))
 
 
 def other_ends(known: Path | None, given: Path, at: Path) -> Iterator[Problem]:
@@ -292,9 +292,9 @@ def other_ends(known: Path | None, given: Path, at: Path) -> Iterator[Problem]:
     """
     told = (content.stored(at / DATA) or {}).get(f"{dataset.TOKENIZER}/{tokenizer.CONFIG}")
     if told and known != at / dataset.TOKENIZER:
-        if (ours := given / tokenizer.CONFIG).is_file() and dataset.digest(ours) == told:
+        if (ours := given / tokenizer.CONFIG).is_file() and digest(ours) == told:
             return
-        if known and (theirs := known / tokenizer.CONFIG).is_file() and dataset.digest(theirs) != told:
+        if known and (theirs := known / tokenizer.CONFIG).is_file() and digest(theirs) != told:
             said = f"`{theirs}` is not what it was when the model was trained"
             yield Problem(said, hint="take it from a copy of the dataset: which token ends a text stands there")
             return

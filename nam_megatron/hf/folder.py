@@ -18,10 +18,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nam_megatron.blocks.exported import Tensor
-from nam_megatron.data.manifest import digest
 from nam_megatron.errors import Problem, Refused, not_there, raise_if
 from nam_megatron.words.regular import irregular
-from nam_megatron.words.whole import write_whole
+from nam_megatron.words.whole import digest, write_whole
 
 MANIFEST, INDEX, CONFIG = "nam_export.json", "model.safetensors.index.json", "config.json"
 SINGLE = "model.safetensors"  # in the place of shards and an index

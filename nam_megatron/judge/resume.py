@@ -25,6 +25,7 @@ from nam_megatron.recipe.data import Data
 from nam_megatron.recipe.training import STAGE
 from nam_megatron.tracker import INTEGRITY, RELEASE, TRACKER
 from nam_megatron.words.regular import closed
+from nam_megatron.words.whole import digest
 
 PLAN, DATA = "plan.json", "data.json"
 HASHED = f"{manifest.TOKENIZER}/{manifest.TOKENS}"  # as a dataset's manifest names its tokenizer's file
@@ -259,7 +260,7 @@ def another_tokenizer(folder: Path, data: Data) -> Iterator[Problem]:
         hint = f"build the dataset with `--tokenizer {at}`; or, if other tokens are meant, take that folder away"
         yield Problem(message, key=key, hint=hint)
     elif not theirs and (told := (identity.stored(folder / DATA) or {}).get(HASHED)):
-        if told not in (manifest.digest(known / manifest.TOKENS), identity.laid_out(ours)):
+        if told not in (digest(known / manifest.TOKENS), identity.laid_out(ours)):
             message = f"the data's tokenizer, `{known}`, is not the one of the dataset that the weights were trained on"
             yield Problem(message, key=key, hint=f"take the folder `{manifest.TOKENIZER}` of that dataset")
 

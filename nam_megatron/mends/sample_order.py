@@ -22,9 +22,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 
 from nam_megatron.compile.plan import Plan
-from nam_megatron.data.manifest import digest
 from nam_megatron.errors import Problem, Refused
-from nam_megatron.words.whole import write_whole
+from nam_megatron.words.whole import digest, write_whole
 
 
 def install(plan: Plan) -> None:

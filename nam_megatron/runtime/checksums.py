@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 
-from nam_megatron.data.manifest import digest
 from nam_megatron.errors import OK, Problem, Refused, finish
 from nam_megatron.tracker import INTEGRITY
 from nam_megatron.words import regular
-from nam_megatron.words.whole import write_whole
+from nam_megatron.words.whole import digest, write_whole
 
 NAME, ALGORITHM = INTEGRITY, "sha256"
 SHARD = re.compile(r"__(\d{1,9})_\d{1,9}\.distcp")  # rank, number

@@ -1,6 +1,7 @@
-"""A file that is whole wherever it is found: written under another name, and then given its own."""
+"""A file that is whole wherever it is found: written under another name, and then given its own; and what tells whether it is the same."""
 
 import contextlib
+import hashlib
 import os
 from pathlib import Path
 
@@ -22,6 +23,12 @@ def write_whole(path: Path, text: str | bytes, *, mode: int = 0o666, kept: bool 
         with contextlib.suppress(OSError):
             part.unlink()
         raise
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, in hex. Raises OSError."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def synced(folder: Path) -> None:

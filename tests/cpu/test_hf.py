@@ -33,7 +33,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, eager_at
 from nam_megatron import generate, train
 from nam_megatron.compile.argv import load_plan, plan_json, words
 from nam_megatron.compile.lower import Lowering, translate
-from nam_megatron.data import identity, manifest, tokenizer
+from nam_megatron.data import identity, tokenizer
 from nam_megatron.errors import Refused
 from nam_megatron.generate import Options, decode
 from nam_megatron.hf import __main__ as command
@@ -55,6 +55,7 @@ from nam_megatron.prove import cut
 from nam_megatron.recipe import from_tree, load, to_tree
 from nam_megatron.runtime import checkpoint as beside
 from nam_megatron.runtime import checksums
+from nam_megatron.words.whole import digest
 
 AT = "model.blocks."
 SMALL = ("model.pattern=AEMEAE", "model.depth=6", "model.seq_length=32", "model.hidden_size=64", "model.vocab_size=256")
@@ -1145,7 +1146,7 @@ def test_a_datasets_own_tokenizer_that_was_changed_since_is_another(tmp_path):
     (tokens := tmp_path / "set/tokenizer").mkdir(parents=True)
     (tokens / tokenizer.FILE).write_text("{}")
     (config := tokens / tokenizer.CONFIG).write_text('{"eos_token": "a"}')
-    of_data = {f"tokenizer/{tokenizer.CONFIG}": {"sha256": manifest.digest(config)}}
+    of_data = {f"tokenizer/{tokenizer.CONFIG}": {"sha256": digest(config)}}
     (tmp_path / "data.json").write_text(json.dumps({"files": of_data}))
     copied = shutil.copytree(tokens, tmp_path / "copy")
     assert [*export.other_ends(tokens, tokens, tmp_path)] == []

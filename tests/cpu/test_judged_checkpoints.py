@@ -26,6 +26,7 @@ from nam_megatron.judge import resume
 from nam_megatron.mends import checksums as mend
 from nam_megatron.recipe import load
 from nam_megatron.runtime import checkpoint, checksums, hosts
+from nam_megatron.words.whole import digest
 
 TRACKER, STEP = "latest_checkpointed_iteration.txt", "iter_0000012"
 READ = identity.read
@@ -399,7 +400,7 @@ def test_weights_know_the_tokenizer_of_their_data_by_its_bytes_or_by_what_it_say
     at.parent.mkdir(parents=True)
     at.write_text('{"model":   1}')
     data = SimpleNamespace(built=tmp_path / "ours" if set_ else None, tokenizer=None if set_ else str(at.parent))
-    for told, same in ((manifest.digest(at), True), (identity.laid_out({"model": 1}), True), ("0" * 64, False)):
+    for told, same in ((digest(at), True), (identity.laid_out({"model": 1}), True), ("0" * 64, False)):
         (tmp_path / resume.DATA).write_text(json.dumps({"files": {resume.HASHED: {"sha256": told}}}))
         found = [p.key for p in resume.another_tokenizer(tmp_path, data)]
         assert found == ([] if same else ["data.path" if set_ else "data.tokenizer"])

@@ -41,7 +41,7 @@ from nam_megatron import events as events_of_a_run
 from nam_megatron import tracker, train
 from nam_megatron.compile import argv
 from nam_megatron.compile.lower import translate
-from nam_megatron.data import manifest, tokenizer
+from nam_megatron.data import tokenizer
 from nam_megatron.hf import export
 from nam_megatron.mends import SAID, Trainer
 from nam_megatron.mends.series import needed
@@ -49,6 +49,7 @@ from nam_megatron.nemo import finetune, guards
 from nam_megatron.nemo.__main__ import command
 from nam_megatron.recipe import load
 from nam_megatron.runtime import checkpoint, checksums, rate
+from nam_megatron.words.whole import digest
 
 SMALL = (
     "model.seq_length=32",
@@ -689,7 +690,7 @@ def test_answers_in_other_tokens_than_the_weights_have_learned_are_refused(pretr
     signed = tmp_path / "run" / finetune.guards.SIGNED if start == "bridge" else tmp_path / "run"
     words = (*sft(pretrained), f"schedule.pretrained={tmp_path / 'run'}")
     for sha256, said in (
-        (manifest.digest(pretrained / "tokenizer" / "tokenizer.json"), []),
+        (digest(pretrained / "tokenizer" / "tokenizer.json"), []),
         ("0" * 64, [OTHER_TOKENS]),
     ):
         (signed / "data.json").write_text(json.dumps({"files": {"tokenizer/tokenizer.json": {"sha256": sha256}}}))
