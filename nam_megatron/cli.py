@@ -61,7 +61,9 @@ def command(words: Sequence[str]) -> int:
         sys.stdout.write("".join(f"{word}\n" for word in complete(rest)))
         return OK
     if name not in COMMANDS:
-        under = re.findall(rf"^ +(\w+) VERB .*[ :,] {re.escape(name)}(?:,|$)", __doc__ or "", re.MULTILINE)
+        from nam_megatron.completion import complete
+
+        under = [one for one in ("launch", "nemo", *ARGPARSE) if name in complete(("nam", one, ""))]
         alike = filter(None, [likely(name, COMMANDS)])
         meant = [f"`nam {one} {name}`" for one in under] or [f"`nam {one}`" for one in alike]
         hint = f"did you mean {' or '.join(meant)}?" if meant else "`nam --help` lists the commands"
@@ -113,7 +115,7 @@ def screen(name: str) -> str:
     """What a command with a recipe answers, its examples and its own keys, as its file in conf/ has them. The recipe's: `nam list keys`."""
     from nam_megatron.recipe import conf_dir
 
-    text = (conf_dir() / f"{RECIPES[name]}.yaml").read_text(encoding="utf-8")
+    text = (conf_dir() / f"{name}.yaml").read_text(encoding="utf-8")
     own, _, template = text.partition("\nhydra:\n")
     keys = [line for line in own.splitlines() if re.match(r"[a-z_]+: ", line)]
     said = re.findall(r'^    header: "\$\{hydra\.help\.app_name\}: (.*)"$', template, re.MULTILINE)

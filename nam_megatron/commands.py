@@ -25,8 +25,8 @@ COMMANDS = {
 ARGPARSE = {"data": "nam_megatron.data.__main__", "hf": "nam_megatron.hf.__main__", "generate": "nam_megatron.generate"}
 # What `nam list` lists.
 LISTS = ("presets", "overlays", "lanes", "clusters", "kinds", "features", "keys", "laws")
-# Whose keys Hydra reads: command -> its config in conf/.
-RECIPES = {"translate": "translate", "verify": "verify", "prove": "prove", "budget": "budget"}
+# Whose keys Hydra reads; each has a config of its name in conf/.
+RECIPES = ("translate", "verify", "prove", "budget")
 
 
 def of(parser: ArgumentParser, words: Sequence[str]) -> dict[str, bool]:

@@ -66,7 +66,7 @@ def _candidates(before: Sequence[str], word: str) -> Iterator[str]:
     elif name in ARGPARSE:
         yield from _argparse(name, said, word)
     elif name in RECIPES:
-        yield from recipe(RECIPES[name], said, word)
+        yield from recipe(name, said, word)
     elif name in ("launch", "nemo"):
         yield from _verbs(name, said, word)
 

@@ -59,7 +59,7 @@ def test_what_a_module_prints_and_ends_with_is_the_programs():
 
 
 def test_a_command_that_is_none_is_refused_with_the_one_that_is_meant(tmp_path):
-    for said, meant in (("transalte", "`nam translate`"), ("receipts", "`nam launch receipts`"),
+    for said, meant in (("transalte", "`nam translate`"), ("perplexity", "`nam hf perplexity`"),
                         ("check", "`nam launch check` or `nam data check` or `nam hf check`")):  # fmt: skip
         done = nam(said)
         assert done.returncode == 2 and f"did you mean {meant}?" in done.stderr
