@@ -117,10 +117,13 @@ def unchanged(seen: Seen) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A file: as OmegaConf has it, with what its header says, and as nodes, which know their lines."""
+    """A file: as OmegaConf has it, pickled; what its header says; as nodes, which know their lines.
 
-    config: Container
+    defaults: of each entry of the file's the words before its colon, or the whole of it.
+    """
+
     pickled: bytes
+    defaults: tuple[str, ...]
     header: Mapping[str, str | None]
     node: yaml.Node | None
 
@@ -167,7 +170,7 @@ def _read(file: Path, bytes_: int, _written: tuple[int, int]) -> Read:
         message = f"`{file}` has {found} values, its anchors written out"
         raise Refused(Problem(message, hint=f"{MOST} are enough", law="anchors-too-many"))
     config = OmegaConf.load(file)
-    return Read(config, pickle.dumps(config), ConfigSource._get_header_dict(text[:HEADER]), node)
+    return Read(pickle.dumps(config), tuple(_defaults(config)), ConfigSource._get_header_dict(text[:HEADER]), node)
 
 
 def _misplaced(file: Path, config_path: str, found: Read) -> Iterator[Problem]:
@@ -177,7 +180,7 @@ def _misplaced(file: Path, config_path: str, found: Read) -> Iterator[Problem]:
         hint = "its first line is `# @package _global_`"
         yield Problem(f"`{file}` does not say where its keys belong", hint=hint, law="package-header-missing")
     behind = None
-    for word in _defaults(found.config):
+    for word in found.defaults:
         *keywords, name = word.split() or [""]
         if "override" in keywords:
             behind = name
@@ -192,7 +195,6 @@ def _misplaced(file: Path, config_path: str, found: Read) -> Iterator[Problem]:
 
 
 def _defaults(config: Container) -> Iterator[str]:
-    """Of each entry of a file's `defaults` the words before its colon, or the whole of it."""
     entries = config.get("defaults") if isinstance(config, DictConfig) else None
     for entry in entries if isinstance(entries, ListConfig) else ():
         yield str(next(iter(entry), "")) if OmegaConf.is_dict(entry) else str(entry)
@@ -200,7 +202,7 @@ def _defaults(config: Container) -> Iterator[str]:
 
 def in_use() -> set[str]:
     """Groups of which a recipe has one file each."""
-    return {word for word in _defaults(read(conf_dir() / "recipe.yaml").config) if word != "_self_"}
+    return set(read(conf_dir() / "recipe.yaml").defaults) - {"_self_"}
 
 
 def _misread(root: yaml.Node | None, file: Path) -> Iterator[Problem]:
