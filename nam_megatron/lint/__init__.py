@@ -91,7 +91,7 @@ class Readings:
 
     def report(self, read_: "Reading", others: Mapping[str, Open] | None = None) -> Report:
         """others: arguments that hang on what is asked beside this."""
-        launch, beside, hanging = read_.launch, {**read_.left, **(others or {})}, [_hanging([w]) for w in read_.forks]
+        launch, beside, hanging = read_.launch, {**read_.left, **(others or {})}, read_.by_fork
         forks = []
         for at, ways in enumerate(read_.forks):
             more = {name: on for one in (*hanging[:at], *hanging[at + 1 :]) for name, on in one.items()}
@@ -166,9 +166,16 @@ class Reading:
         return {f.dest: Open(("one of many conditions",), True) for f in flags if f.dest not in self.hanging}
 
     @cached_property
+    def by_fork(self) -> list[dict[str, Open]]:
+        return [_hanging(ways) for ways in self.forks]
+
+    @cached_property
     def hanging(self) -> dict[str, Open]:
-        told = dict(Args(self.launch).open_values())
-        return {name: on for name, on in _hanging(self.forks).items() if name not in told}
+        told, found = dict(Args(self.launch).open_values()), dict[str, Open]()
+        for name, on in (pair for one in self.by_fork for pair in one.items() if pair[0] not in told):
+            before = found.get(name, Open(()))
+            found[name] = Open((*before.names, *on.names), before.lacking or on.lacking)
+        return found
 
     @cached_property
     def args(self) -> Args:
@@ -180,15 +187,12 @@ def _about(f: Finding) -> tuple[str, str]:
     return f.id, f.flag if f.flag.startswith(without("")) else f.flag.split()[0]
 
 
-def _hanging(forks: Iterable[tuple[tuple[str, Reading], ...]]) -> dict[str, Open]:
+def _hanging(ways: tuple[tuple[str, Reading], ...]) -> dict[str, Open]:
     """Arguments that are one or another by which way a fork goes, and what it asks."""
     found: dict[str, Open] = {}
-    for ways in forks:
-        given = [way.args for _, way in ways]
-        for name in dict.fromkeys(name for _, way in ways for name in (*way.args.given, *way.left)):
-            values = {repr(way.args.given.get(name, [("", None, "")])[-1][1]) for _, way in ways}
-            if len(values) > 1 or len({name in way.left for _, way in ways}) > 1:
-                before = found.get(name, Open(()))
-                lacking = not all(args.sure(name) for args in given) or before.lacking
-                found[name] = Open((*before.names, *(label for label, _ in ways[:-1])), lacking)
+    for name in dict.fromkeys(name for _, way in ways for name in (*way.args.given, *way.left)):
+        values = {repr(way.args.given.get(name, [("", None, "")])[-1][1]) for _, way in ways}
+        if len(values) > 1 or len({name in way.left for _, way in ways}) > 1:
+            lacking = not all(way.args.sure(name) for _, way in ways)
+            found[name] = Open(tuple(label for label, _ in ways[:-1]), lacking)
     return found
