@@ -22,7 +22,7 @@ import torch
 from nam_megatron.errors import OK, Problem, Refused, finish
 from nam_megatron.tracker import INTEGRITY
 from nam_megatron.words import regular
-from nam_megatron.words.whole import digest, write_whole
+from nam_megatron.words.whole import digest, is_part, write_whole
 
 NAME, ALGORITHM = INTEGRITY, "sha256"
 SHARD = re.compile(r"__(\d{1,9})_\d{1,9}\.distcp")  # rank, number
@@ -73,7 +73,7 @@ def writer(name: str) -> int:
 def names(folder: Path) -> list[str]:
     """Files that have a checksum. Of a save that broke off the part of a file of checksums may lie there."""
     found = (path.name for path in folder.iterdir() if path.is_file())
-    return sorted(name for name in found if name != NAME and not (NAME in name and name.endswith(".part")))
+    return sorted(name for name in found if name != NAME and not is_part(name, NAME))
 
 
 def digests(folder: Path, chosen: Sequence[str]) -> dict[str, str]:

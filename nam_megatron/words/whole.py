@@ -3,12 +3,15 @@
 import contextlib
 import hashlib
 import os
+from fnmatch import fnmatchcase
 from pathlib import Path
+
+PART = ".{}.{}.part"  # the file's name, the process that writes it
 
 
 def write_whole(path: Path, text: str | bytes, *, mode: int = 0o666, kept: bool = False) -> None:
     """Write a file whole or not at all; what stands there is replaced. kept: it is on the disk before this returns. Raises OSError."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = path.with_name(PART.format(path.name, os.getpid()))
     try:
         part.unlink(missing_ok=True)  # a pipe would wait for a reader, a link lead elsewhere
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
@@ -23,6 +26,11 @@ def write_whole(path: Path, text: str | bytes, *, mode: int = 0o666, kept: bool 
         with contextlib.suppress(OSError):
             part.unlink()
         raise
+
+
+def is_part(name: str, of: str) -> bool:
+    """Whether a file of this name is what `write_whole` has left of `of` where it was killed."""
+    return fnmatchcase(name, PART.format(of, "*"))
 
 
 def digest(path: Path) -> str:

@@ -48,7 +48,7 @@ def test_each_file_that_was_saved_has_its_checksum(step):
 
 def test_what_a_broken_save_left_is_not_among_what_is_hashed(step):
     """A kill before the file of checksums has its name: the next save takes that name away."""
-    (step / f"{checksums.NAME}.part").write_text("{")
+    (step / f".{checksums.NAME}.7.part").write_text("{")
     signed(step)
     assert found(step) == []
 
