@@ -10,13 +10,17 @@ from presets import lowered
 
 from nam_megatron import blocks
 from nam_megatron.blocks.kinds import KINDS
+from nam_megatron.compile.lower import granted
 from nam_megatron.errors import Refused
 from nam_megatron.features.fp8 import Part
 from nam_megatron.features.names import FEATURES
 from nam_megatron.features.recompute import Module
 from nam_megatron.hf import describe
+from nam_megatron.laws import book
 from nam_megatron.lint import count, lint, recipe
 from nam_megatron.prove import cut
+from nam_megatron.recipe import load
+from nam_megatron.targets import current
 
 FOLDER = Path(blocks.__file__).parent
 # What a facet's file has, as the module says that is made for it.
@@ -62,6 +66,24 @@ def test_a_facet_names_keys_that_the_kind_has(kind):
     named |= {block.share_by} if block.share_by else set()
     assert named <= block.model_fields.keys()
     assert set(block.recomputed) <= set(get_args(Module))
+
+
+@pytest.mark.parametrize(
+    ("place", "words", "key"),
+    [
+        ("tensor", ["parallel.tensor=2"], "parallel.tensor"),
+        ("sequence", ["parallel.tensor=2", "parallel.sequence=true"], "parallel.sequence"),
+        ("context", ["parallel.context=2"], "parallel.context"),
+        ("expert", ["execution.moe.dispatcher=alltoall", "parallel.expert=2"], "parallel.expert"),
+        ("fp8", ["feature.fp8.recipe=tensorwise"], "feature.fp8.recipe"),
+        ("graphs", ["feature.cuda_graphs.impl=transformer_engine", "feature.cuda_graphs.modules=[mamba]"], "feature.cuda_graphs.impl"),
+    ],
+)  # fmt: skip
+def test_a_kind_that_says_nothing_of_a_place_is_refused_there_by_its_name(monkeypatch, place, words, key):
+    plan = granted(load("nam56r_native_dp", words), current())
+    monkeypatch.setattr(KINDS["mamba2"], "tried", tuple(p for p in get_args(blocks.Place) if p != place))
+    (problem,) = (problem for problem in book.problems(plan, current()) if problem.law == "kind-untried")
+    assert problem.key == key and problem.message.startswith("Mamba-2: ")
 
 
 @pytest.mark.parametrize("kind", [kind for kind, block in KINDS.items() if "kernels" in block.model_fields])

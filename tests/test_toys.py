@@ -182,6 +182,32 @@ def test_a_kind_costs_a_folder_a_line_and_a_yaml(house, tmp_path):
     assert run(house, code) == stored.read_text()
 
 
+TRIED = """
+import sys
+from nam_megatron.compile.lower import translate
+from nam_megatron.errors import Refused
+from nam_megatron.recipe import load
+for word in ("", *sys.argv[1:]):
+    try:
+        translate(load("nam56r_toy", word.split()))
+        print(word, "stands")
+    except Refused as refused:
+        print(word, *(f"{p.law} {p.key} {p.message}" for p in refused.problems), sep="; ")
+"""
+
+
+def test_a_kind_is_refused_where_it_does_not_say_that_it_is_right(house):
+    add(house)
+    context, fp8 = "parallel.context=2", "feature.fp8.recipe=tensorwise model.blocks.mamba2.heads=48"
+    untried = "kind-untried {} Toy: nobody has tried such a layer {}"
+    refused = [" stands", f"{context}; {untried.format('parallel.context', 'over context ranks')}",
+               f"{fp8}; {untried.format('feature.fp8.recipe', 'in FP8')}"]  # fmt: skip
+    assert run(house, TRIED, context, fp8).splitlines() == refused
+    block = house / "nam_megatron" / "blocks" / "toy" / "block.py"
+    block.write_text(BLOCK.replace("    stock = False\n", '    stock = False\n    tried = ("context",)\n'))
+    assert run(house, TRIED, context, fp8).splitlines() == [refused[0], f"{context} stands", refused[2]]
+
+
 def test_a_target_is_one_file_and_one_dump(tmp_path):
     """Another Megatron that calls a flag otherwise and has lost another: nothing but the value that is passed in changes."""
     dumped = json.loads(current().flags_file.read_text()) | {"megatron_core": "0.20.0"}

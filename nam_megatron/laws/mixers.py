@@ -561,12 +561,4 @@ LAWS = (
         way="choose other heads",
         source="cuBLAS: FP8 GEMMs want widths that 16 divides",
     ),
-    Law(
-        id="gdn-graphs",
-        category=UNTRIED,
-        key="feature.cuda_graphs.impl",
-        when=lambda gdn, cuda_graphs: True,
-        says="nobody has tried a gated delta net inside CUDA graphs",
-        way="set `feature.cuda_graphs.impl=none`",
-    ),
 )

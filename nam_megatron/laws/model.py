@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from math import gcd, lcm
 
-from nam_megatron.blocks.kinds import LETTERS
+from nam_megatron.blocks import Place
+from nam_megatron.blocks.kinds import KINDS, LETTERS
 from nam_megatron.compile.plan import Plan
 from nam_megatron.errors import counted
 from nam_megatron.laws.law import CONTRADICTION, MATHS, OURS, REFUSES, UNTRIED, WRONG, Law, Words
@@ -64,6 +65,24 @@ def _unread(plan: Plan, model: Model) -> Iterator[Words]:
                 layers = f" ({len(numbers)} layers)" if numbers else ""
                 yield {"key": f"model.{name}", "name": name, "value": value,
                        "what": f"{block.title} has no {modules} but {value:g}: {where}{layers}"}  # fmt: skip
+
+
+def _untried(plan: Plan, recipe: Recipe, parallel: Parallel) -> Iterator[Words]:
+    """Where a kind would be that does not say that it is right there."""
+    graphs, fp8 = recipe.feature.cuda_graphs, recipe.feature.fp8
+    asked: tuple[tuple[Place, object, str, str], ...] = (
+        ("tensor", parallel.tensor > 1, "parallel.tensor=1", "over tensor ranks"),
+        ("sequence", parallel.sequence, "parallel.sequence=false", "under sequence parallelism"),
+        ("context", parallel.context > 1, "parallel.context=1", "over context ranks"),
+        ("expert", parallel.expert > 1, "parallel.expert=1", "over expert ranks"),
+        ("fp8", fp8, "feature.fp8.recipe=none", "in FP8"),
+        ("graphs", graphs, "feature.cuda_graphs.impl=none", "inside CUDA graphs"),
+    )
+    for kind in sorted(plan.kinds):
+        for place, there, without, where in asked:
+            if there and place not in KINDS[kind].tried:
+                key, _, off = without.partition("=")
+                yield {"key": key, "off": off, "what": KINDS[kind].title, "where": where}
 
 
 def _over_hosts(parallel: Parallel, cluster: Cluster) -> bool:
@@ -203,5 +222,13 @@ LAWS = (
         says="{what}",
         way="set `model.{name}={value:g}`",
         source="the kinds' `fixed`, each with its place in Megatron",
+    ),
+    Law(
+        id="kind-untried",
+        category=UNTRIED,
+        key="model.letters",
+        when=_untried,
+        says="{what}: nobody has tried such a layer {where}",
+        way="set `{key}={off}`",
     ),
 )

@@ -22,6 +22,7 @@ class Attention(Block):
     letters = ("A",)
     symbol = "*"
     slot = "attention_layer"
+    tried = ("tensor", "sequence", "context", "expert", "fp8", "graphs")
     adapted = ("linear_qkv", "linear_proj")
     graph_parts = ("attn",)
     cached = True

@@ -29,6 +29,7 @@ class Dsa(Block):
     letters = ("A",)
     symbol = "D"
     slot = "dsa_layer"
+    tried = ("tensor", "sequence", "context", "expert", "fp8", "graphs")
     adapted = ("linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj")
     unadapted = dict.fromkeys(INDEXER, "the top-k is chosen by it, and what chooses gets no gradient")
     needs = ("mla",)

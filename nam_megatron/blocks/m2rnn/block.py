@@ -47,6 +47,7 @@ class M2Rnn(Block):
     letters = ("R",)
     symbol = "M"
     slot = "mamba_layer"
+    tried = ("tensor", "sequence", "context", "expert", "fp8", "graphs")
     adapted = ("in_proj", "out_proj")
     stock = False
     graph_parts = ("mamba",)

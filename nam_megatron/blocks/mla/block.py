@@ -34,6 +34,7 @@ class Mla(Block):
     letters = ("A",)
     symbol = "+"
     slot = "mla_layer"
+    tried = ("tensor", "sequence", "context", "expert", "fp8", "graphs")
     adapted = (
         "linear_q_proj",
         "linear_q_down_proj",
