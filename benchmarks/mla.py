@@ -482,9 +482,7 @@ def sweep(report: Report, clock: Clock) -> None:
             [back["d_k"], back["d_v"]],
         ),
         "ingress": Subject(
-            lambda: (latents_of(kernel, p, FULL),),
-            [v for k, v in p.items() if not k.endswith("up")],
-            [d_latents],
+            lambda: (latents_of(kernel, p, FULL),), [v for k, v in p.items() if not k.endswith("up")], [d_latents]
         ),
     }
     passes |= {"latent_norm": passes["ingress"], "total": passes["queries"]}

@@ -89,12 +89,7 @@ def task(recipe: Recipe, words: Mapping[str, Any], sources: Sources) -> int:
     elif form != "auto" or words["out"] is None:
         sys.stdout.write(argv.FORMATS["shell" if form == "auto" else form](lowering))
     if piped:
-        for line in (
-            *report.tiling(p),
-            *report.notes(p),
-            *report.over_hosts(p),
-            *sources.left_out(),
-        ):
+        for line in (*report.tiling(p), *report.notes(p), *report.over_hosts(p), *sources.left_out()):
             if line not in sources.told:
                 sys.stderr.write(f"note: {line}\n")
             sources.told.add(line)

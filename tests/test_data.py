@@ -999,10 +999,7 @@ def test_check_opens_nothing_that_megatron_cannot_read(tmp_path, bpe, name, dama
     """A manifest that fits a broken file was a traceback."""
     out = built(tmp_path, bpe, jsonl(tmp_path / "a.jsonl"))
     (out / name).write_bytes(damage((out / name).read_bytes()))
-    made, file = (
-        manifest.read(out),
-        manifest.File(sha256=digest(out / name), bytes=(out / name).stat().st_size),
-    )
+    made, file = (manifest.read(out), manifest.File(sha256=digest(out / name), bytes=(out / name).stat().st_size))
     manifest.write(out, made.model_copy(update={"files": made.files | {name: file}}))
     (problem,) = build.check(out, None)[1]
     assert says in problem.message

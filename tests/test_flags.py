@@ -22,10 +22,7 @@ MORE = {
     "megatron_fsdp": ("nam56r_native_dp", "feature.megatron_fsdp.enabled=true"),
     "tensor and pipeline": ("nam56r_nemo_native", "parallel.pipeline=2", "parallel.expert=2"),
     "expert tensor": ("nam56r_nemo_native", "parallel.expert_tensor=2"),
-    "full recompute": (
-        "nam56r_native_dp",
-        "feature.recompute={granularity: full, method: uniform, layers: 1}",
-    ),
+    "full recompute": ("nam56r_native_dp", "feature.recompute={granularity: full, method: uniform, layers: 1}"),
     "selective recompute": ("nam56r", "feature.recompute={granularity: selective, modules: [core_attn, mla_up_proj]}"),
     "two MTP depths": ("nam56r", "feature.mtp.depths=2"),
     "edge layers in bf16": ("nam56r_native_dp_fp8", "feature.fp8.first_last_bf16=true"),

@@ -1047,10 +1047,7 @@ def test_plan_comes_back_as_its_own_recipe(name, tmp_path):
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "words"),
-    [
-        *((name, ()) for name in NAMES),
-        ("nam56r_native_dp", ("feature.distributed_optimizer.reshardable=true",)),
-    ],
+    [*((name, ()) for name in NAMES), ("nam56r_native_dp", ("feature.distributed_optimizer.reshardable=true",))],
 )
 def test_preset_comes_back_as_a_recipe_with_the_same_arguments_or_is_refused(name, words, tmp_path):
     lowering = lowered(name, *words)

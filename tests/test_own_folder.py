@@ -12,9 +12,7 @@ from nam_megatron.recipe import load
 
 OUTSIDE = Path(__file__).parent / "presets_outside"
 # Parameters: ours, and those of transformers 5.12.1's own modules of the published config, counted on the meta device.
-PUBLISHED = {
-    "jamba_mini": (51_460_000_640, 51_570_323_328),
-}
+PUBLISHED = {"jamba_mini": (51_460_000_640, 51_570_323_328)}
 
 
 def outside(name: str, *overrides: str):

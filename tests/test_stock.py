@@ -92,10 +92,7 @@ def test_what_stock_megatron_trains_too_is_not(name):
         (("nam56r_native_dp",), "needs mamba-ssm, causal-conv1d and einops for Mamba-2"),
         (("nam56r_native_dp", "+overlay=muon"), "emerging-optimizers for Muon"),
         (("qwen3_next_80b_a3b",), "needs flash-linear-attention for gated delta net"),
-        (
-            ("nam56r_native_dp_fused", "+overlay=extras"),
-            "nvidia-cutlass-dsl for `precision.attention_kernels`",
-        ),
+        (("nam56r_native_dp_fused", "+overlay=extras"), "nvidia-cutlass-dsl for `precision.attention_kernels`"),
         (("llama_3_8b", "feature.tracking.tensorboard=/t"), "needs tensorboard for `feature.tracking.tensorboard`"),
     ],
 )

@@ -70,11 +70,7 @@ def test_a_pipe_gets_nothing_of_what_is_not_built(words, here):
 
 def test_stock_megatron_refuses_the_marker_and_takes_the_rest(oracle):
     """A product that only we train says so in an argument of its own; one that Megatron trains rightly has none."""
-    for name, ours in (
-        ("nam56r", True),
-        ("nam56r_native_dp", False),
-        ("nam52_h200_dense_no_mhc_recovery_v1", True),
-    ):
+    for name, ours in (("nam56r", True), ("nam56r_native_dp", False), ("nam52_h200_dense_no_mhc_recovery_v1", True)):
         lowering = lowered(name)
         env = {e.name: e.value for e in lowering.env}
         said = argv.words(lowering)

@@ -143,11 +143,7 @@ def _source(path: Path, tree: Mapping[str, Any], text: Mapping[str, Any], of: Fa
     ):  # transformers would load this one
         hint = "take away the one that is not the model's"
         raise Refused(Problem(f"`{path}` holds both `{INDEX}` and a `{SINGLE}` that it does not name", hint=hint))
-    shelf, spelled, left_out = (
-        folder.shelf(path, said, SINGLE),
-        dict(of.spelled),
-        set[str](),
-    )
+    shelf, spelled, left_out = (folder.shelf(path, said, SINGLE), dict(of.spelled), set[str]())
     for name in shelf.found if text is not tree else ():
         if name.startswith(TEXT):
             spelled[name] = f"{WHOLE}{name.removeprefix(TEXT)}"

@@ -135,11 +135,7 @@ def known_tokens(path: Path) -> bool:
 
 
 def _built(
-    config: NamConfig,
-    tensors: list[Tensor],
-    read: Callable[[Tensor], torch.Tensor],
-    dtype: torch.dtype,
-    device: str,
+    config: NamConfig, tensors: list[Tensor], read: Callable[[Tensor], torch.Tensor], dtype: torch.dtype, device: str
 ) -> NamForCausalLM:
     with torch.device("meta"):
         model = NamForCausalLM(config)

@@ -47,11 +47,7 @@ class Report:
 
 
 def lint(
-    text: str | Path,
-    name: str = "-",
-    gpus: int | None = None,
-    ignore: Iterable[str] = (),
-    target: Target | None = None,
+    text: str | Path, name: str = "-", gpus: int | None = None, ignore: Iterable[str] = (), target: Target | None = None
 ) -> Report:
     """Look at a launch.
 

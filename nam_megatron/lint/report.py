@@ -82,11 +82,7 @@ def _folded(findings: list[Finding], width: int) -> Iterator[Line]:
 def _alike(findings: list[Finding], width: int) -> Iterator[Line]:
     """Many findings of one rule."""
     first = findings[0]
-    yield [
-        (first.severity, STYLES[first.severity]),
-        (f"  {len(findings)} times  ", "bold"),
-        (f"[{first.id}]", "dim"),
-    ]
+    yield [(first.severity, STYLES[first.severity]), (f"  {len(findings)} times  ", "bold"), (f"[{first.id}]", "dim")]
     yield from _paragraph("", first.message, width)
     for finding in findings:
         at = f"  (line {', '.join(map(str, finding.lines))})" if finding.lines else ""

@@ -488,10 +488,7 @@ SERIES: tuple[Mend, ...] = (
         "stage",
         "With another learning rate no group of parameters is found in a checkpoint, whatever --override-opt_param-scheduler says.",
         (
-            Place(
-                f"{OPTIMIZER}.load_state_dict",
-                "7e5f988b86b485012fe3031b4960e8624d3b6e8db12a49367ffeae5777de029f",
-            ),
+            Place(f"{OPTIMIZER}.load_state_dict", "7e5f988b86b485012fe3031b4960e8624d3b6e8db12a49367ffeae5777de029f"),
             Place(
                 "megatron.core.optimizer.optimizer:MegatronOptimizer._filter_and_reorder_param_groups",
                 "08e55f3aea6499b771bfd42a027d2a5064dff3e9718496d6753dd862a2f172b9",

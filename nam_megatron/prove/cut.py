@@ -44,11 +44,9 @@ from nam_megatron.words.site import Layer
 SEQUENCE, SAMPLES, LEAST = 32, 2, 4
 MOST = {"cpu": 52, "cuda": 24}  # layers of a pipeline whose segments keep their kinds
 SHORTEST, TRIED = 4, 64  # runs of a segment, and choices of them, that are looked at
-ON_GPU = {
-    "model.seq_length": 512,
-    "model.vocab_size": 8192,
-    "schedule.micro_batch_size": 1,
-} | {block.at(key): most for block in KINDS.values() for key, most in block.cut_on_gpu.items()}
+ON_GPU = {"model.seq_length": 512, "model.vocab_size": 8192, "schedule.micro_batch_size": 1} | {
+    block.at(key): most for block in KINDS.values() for key, most in block.cut_on_gpu.items()
+}
 TILE = 128  # tokens of a sequence, whose part on a GPU is a multiple
 OPTIM: dict[str, Any] = {"lr": 0.01, "min_lr": 0.001, "decay": "linear", "warmup_steps": 0, "eps": 1e-3}
 CLIP = 0.5

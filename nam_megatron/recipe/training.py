@@ -78,10 +78,7 @@ class Precision(Config):
         if self.fused_grad_accumulation:
             instead = "nam_megatron has Transformer Engine's GEMM do it"
             yield Package(
-                "APEX (fused_weight_gradient_mlp_cuda)",
-                "`precision.fused_grad_accumulation`",
-                STOCK,
-                instead,
+                "APEX (fused_weight_gradient_mlp_cuda)", "`precision.fused_grad_accumulation`", STOCK, instead
             )
         if self.attention_kernels == "flash_attention_4":
             for package in FLASH_PACKAGES:

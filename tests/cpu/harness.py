@@ -418,11 +418,7 @@ def step(rig: Rig) -> list[float]:
         # An explicit (unused) mask: with index reuse Megatron hangs the shared top-k on it, one per microbatch.
         attention_mask = torch.ones(BATCH, 1, SEQUENCE, SEQUENCE).triu(1).bool()
         out = model(tokens, positions, attention_mask, labels=labels, loss_mask=mask)
-        return out, lambda o: (
-            o.float().sum(),
-            torch.tensor(mask.numel(), dtype=torch.int),
-            {"loss": of_sequences(o)},
-        )
+        return out, lambda o: (o.float().sum(), torch.tensor(mask.numel(), dtype=torch.int), {"loss": of_sequences(o)})
 
     rig.ddp.zero_grad_buffer()
     report = get_forward_backward_func()(

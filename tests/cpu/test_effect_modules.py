@@ -110,11 +110,7 @@ def test_every_kind_is_asked():
     assert OF.keys() == KINDS.keys()
 
 
-OF_KINDS = [
-    *((kind, None) for kind in KINDS),
-    *ADDING,
-    *(("attention", feature) for feature in PARTS),
-]
+OF_KINDS = [*((kind, None) for kind in KINDS), *ADDING, *(("attention", feature) for feature in PARTS)]
 
 
 @pytest.mark.few(2)

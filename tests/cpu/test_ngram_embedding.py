@@ -153,11 +153,7 @@ def test_no_gradient_of_the_whole_table_is_made():
     assert (wanted != 0).any(1).sum() > 50 and 12 * 2 * 64 <= largest < table / 4
 
 
-LAYOUTS = [
-    ("*-/*-", {"tp": 2}),
-    ("*-", {"tp": 2, "config": {"sequence_parallel": False}}),
-    ("*|-", {"pp": 2, "dp": 2}),
-]
+LAYOUTS = [("*-/*-", {"tp": 2}), ("*-", {"tp": 2, "config": {"sequence_parallel": False}}), ("*|-", {"pp": 2, "dp": 2})]
 
 
 @pytest.mark.few(1)

@@ -120,10 +120,7 @@ def test_a_writer_that_dies_ends_the_run(tmp_path):
     assert not (tmp_path / "ckpt" / TRACKER).exists() and not list((tmp_path / "ckpt").rglob(checksums.NAME))
 
 
-LAYOUTS = {
-    "tensor and sequence": ("parallel.tensor=2", "parallel.sequence=true"),
-    "expert": ("parallel.expert=2",),
-}
+LAYOUTS = {"tensor and sequence": ("parallel.tensor=2", "parallel.sequence=true"), "expert": ("parallel.expert=2",)}
 
 
 @pytest.mark.slow

@@ -105,12 +105,7 @@ def test_a_run_of_replays_ends_however_one_rank_does(tmp_path, how):
     assert not code and sorted(log.read(text.splitlines()).steps) == [6], text[-3000:]
 
 
-SIX = (
-    "precision.deterministic=true",
-    "schedule.train_steps=6",
-    "schedule.decay_steps=6",
-    "optim.warmup_steps=0",
-)
+SIX = ("precision.deterministic=true", "schedule.train_steps=6", "schedule.decay_steps=6", "optim.warmup_steps=0")
 WAITS = "schedule.train_steps=100000", "schedule.timeout_minutes=4", "schedule.steady_timeout_seconds=20"
 
 

@@ -188,10 +188,7 @@ def test_variables_are_recorded_by_name_and_their_values_where_they_say_how():
     assert Redactor({}).environ(environ) == environ
     assert Redactor({}).environ(
         {"PYTHONPATH": "1", "PYTHONOPTIMIZE": "1", "PYTHONPATHS": "1", "PYTHONHOME": "1"}
-    ).keys() == {
-        "PYTHONPATH",
-        "PYTHONOPTIMIZE",
-    }
+    ).keys() == {"PYTHONPATH", "PYTHONOPTIMIZE"}
     assert Redactor({}).environ({"XNCCL_X": "1", "NCCLX": "1", "PATH": "1", "A_NCCL": "1"}) == {}
     for value in PLAIN.split():
         assert Redactor({}).environ({"NCCL_X": value}) == {"NCCL_X": value}

@@ -1120,11 +1120,7 @@ def test_every_pair_has_an_outcome_and_no_run_is_made_twice(monkeypatch, tmp_pat
     assert every.command() == 0
     rows = json.loads((tmp_path / "all.json").read_text())
     verdicts = [r["verdict"] for r in rows]
-    assert verdicts == [
-        *("proven", "as", "proven", "proven"),
-        *["as"] * 4,
-        *("proven", "refused", "proven", "proven"),
-    ]
+    assert verdicts == [*("proven", "as", "proven", "proven"), *["as"] * 4, *("proven", "refused", "proven", "proven")]
     assert ran == ["nam56r"] * 3 + ["nam52_h200_dense_ref_v1"] * 3
     assert len(references) == 4, (
         "one rank runs once for a preset and a batch: two copies of experts take twice the microbatches"

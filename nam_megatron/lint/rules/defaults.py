@@ -58,15 +58,7 @@ _SELDOM_MEANT = (
         "add `--swiglu` or `--squared-relu`",
         FROM_ARGS,
     ),
-    Rule(
-        "default-dropout",
-        DEFAULT,
-        "",
-        _dropouts,
-        "a dropout of 0.1",
-        "say 0.0 (or 0.1, if meant)",
-        CONFIG,
-    ),
+    Rule("default-dropout", DEFAULT, "", _dropouts, "a dropout of 0.1", "say 0.0 (or 0.1, if meant)", CONFIG),
     Rule(
         "default-beta2",
         DEFAULT,

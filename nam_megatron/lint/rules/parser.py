@@ -374,13 +374,7 @@ RULES = (
         PARSER,
     ),
     Rule(
-        "given-twice",
-        WRONG,
-        "",
-        _twice(runs=False),
-        "given more than once, with different values",
-        "keep one",
-        PARSER,
+        "given-twice", WRONG, "", _twice(runs=False), "given more than once, with different values", "keep one", PARSER
     ),
     Rule(
         "given-twice-runs",

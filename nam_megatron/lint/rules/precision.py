@@ -87,15 +87,7 @@ RULES = (
         CONFIG,
     ),
     *map(trap, ("fp32", "two-precisions")),
-    Rule(
-        "fp8-flags-ignored",
-        COST,
-        "",
-        _without_fp8,
-        "ignored: FP8 is not on",
-        "add `--fp8-format hybrid`",
-        CONFIG,
-    ),
+    Rule("fp8-flags-ignored", COST, "", _without_fp8, "ignored: FP8 is not on", "add `--fp8-format hybrid`", CONFIG),
     *map(trap, ("fp8-gather-without-fp8", "fp8-and-fp4")),
     Rule(
         "fp8-mamba-width",

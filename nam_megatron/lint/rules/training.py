@@ -290,15 +290,7 @@ RULES = (
         "look at its digits",
         "core/optimizer/optimizer_config.py",
     ),
-    Rule(
-        "learning-rates",
-        FAIL,
-        "min_lr",
-        law("min-lr-above-lr"),
-        "above --lr",
-        "lower it",
-        VALIDATE,
-    ),
+    Rule("learning-rates", FAIL, "min_lr", law("min-lr-above-lr"), "above --lr", "lower it", VALIDATE),
     Rule(
         "iterations-and-samples",
         FAIL,

@@ -689,10 +689,7 @@ def test_answers_in_other_tokens_than_the_weights_have_learned_are_refused(pretr
     shutil.copytree(pretrained / start, tmp_path / "run")
     signed = tmp_path / "run" / finetune.guards.SIGNED if start == "bridge" else tmp_path / "run"
     words = (*sft(pretrained), f"schedule.pretrained={tmp_path / 'run'}")
-    for sha256, said in (
-        (digest(pretrained / "tokenizer" / "tokenizer.json"), []),
-        ("0" * 64, [OTHER_TOKENS]),
-    ):
+    for sha256, said in ((digest(pretrained / "tokenizer" / "tokenizer.json"), []), ("0" * 64, [OTHER_TOKENS])):
         (signed / "data.json").write_text(json.dumps({"files": {"tokenizer/tokenizer.json": {"sha256": sha256}}}))
         assert [message.partition(", is")[2] for message in unfit(*words)] == said
     tree = json.loads((signed / "plan.json").read_text())
