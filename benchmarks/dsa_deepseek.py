@@ -78,9 +78,8 @@ def inputs(s: int) -> SimpleNamespace:
     index = best.indices.masked_fill(best.values < 0, s).sort().values[None]
     ends = torch.arange(1, s + 1, dtype=torch.int32, device=base.DEVICE)
     x |= dict(drawn=drawn[None], index=index.masked_fill(index == s, -1).int(), length=ends.clamp_max(K)[None])
-    some = [
-        slice(i, i + 16) for i in (0, K - 8, s - 16)
-    ]  # checked: the first, those that begin to leave keys out, the last
+    # checked: the first, those that begin to leave keys out, the last
+    some = [slice(i, i + 16) for i in (0, K - 8, s - 16)]
     return SimpleNamespace(**x, s=s, starts=ends * 0, ends=ends, some=some)
 
 

@@ -218,9 +218,8 @@ def outcome(one: Case, before: Answer, base: Report, oracle: Oracle, execution: 
     }  # fmt: skip
     if answer.error and ENVIRONMENT.search(answer.error):
         return {"megatron": "not judged", "error": answer.error[:160], **tells}
-    if (
-        answer.error and "CUDA_DEVICE_MAX_CONNECTIONS" in answer.error
-    ):  # a launcher may set it: a note says that it is wanted
+    # a launcher may set it: a note says that it is wanted
+    if answer.error and "CUDA_DEVICE_MAX_CONNECTIONS" in answer.error:
         tells["fails"] |= any("CUDA_DEVICE_MAX_CONNECTIONS" in note for note in describe.notes(found.args, found.model))
     if answer.error:
         return {"megatron": "refuses", "error": answer.error[:160], **tells}

@@ -40,11 +40,8 @@ FULL_ONE = ("cluster=h200_1", "schedule.global_batch_size=16", "schedule.train_s
 FULL_TWO = ("cluster=h200_2", "schedule.global_batch_size=32", *FULL_ONE[2:])
 FULL_FOUR = ("cluster=h200_4", GBS64, *FULL_ONE[2:])
 FULL_EIGHT = ("cluster=h200_8", "schedule.global_batch_size=128", *FULL_ONE[2:])
-SETTLED = (
-    "schedule.train_steps=60",
-    "schedule.decay_steps=60",
-    "optim.warmup_steps=4",
-)  # how even routing is, each step's loss says
+# how even routing is, each step's loss says
+SETTLED = ("schedule.train_steps=60", "schedule.decay_steps=60", "optim.warmup_steps=4")
 # As many tokens, in another layout of them.
 LAYOUTS = {
     "data": (),

@@ -77,9 +77,8 @@ def cold() -> dict[str, list[float]]:
             Path(folder, name).write_text(code)
         done = subprocess.run(COLD, cwd=folder, env=environment(folder), capture_output=True, text=True, check=True)
         said = done.stdout.split()
-        stock = (
-            said[: said.index(argv.MARKER)] if argv.MARKER in said else said
-        )  # which stock Megatron refuses; it stands last
+        # which stock Megatron refuses; it stands last
+        stock = said[: said.index(argv.MARKER)] if argv.MARKER in said else said
         arms = {
             "cold": COLD,
             "bare": [sys.executable, "bare.py", f"preset={PRESET}"],

@@ -217,10 +217,8 @@ def recorded(trainer: str, words: Sequence[str], train: Callable[[], int]) -> in
 
 
 SHORT = ("/tmp", "/var/tmp", "/dev/shm")
-SOCKET, BELOW = (
-    107,
-    len("/pymp-12345678/listener-12345678"),
-)  # a path's bytes (unix(7), sun_path), and those that Python adds
+# a path's bytes (unix(7), sun_path), and those that Python adds
+SOCKET, BELOW = (107, len("/pymp-12345678/listener-12345678"))
 
 
 def short_sockets() -> None:

@@ -165,9 +165,8 @@ def tried(root: Path, where: str) -> tuple[str, str | None]:
     if launcher.process.exitcode is None:
         launcher.process.kill()
         return "hangs", "it does not end"
-    over = (
-        time.monotonic() + 10
-    )  # ranks may live a moment longer than a launcher that was killed: nobody seals what they may add to
+    # ranks may live a moment longer than a launcher that was killed: nobody seals what they may add to
+    over = time.monotonic() + 10
     while (bad := wrong(root, launcher.process.exitcode, launcher.err, where.rpartition(":")[2])) and bad.endswith(
         "is open"
     ):

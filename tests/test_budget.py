@@ -54,9 +54,8 @@ def test_a_cluster_of_h100s_has_their_memory():
     assert clusters
     for name in clusters:
         assert plan_of("nam56r_native_dp", f"cluster={name}").recipe.device.name == "h100"
-    assert (
-        plan_of("nam56r_native_dp", "cluster=h100_8", "device=h200").recipe.device.name == "h200"
-    )  # who says so has it
+    # who says so has it
+    assert plan_of("nam56r_native_dp", "cluster=h100_8", "device=h200").recipe.device.name == "h200"
 
 
 def plan_of(preset, *overrides):
@@ -191,9 +190,8 @@ def test_a_gradient_of_each_shape_stays_where_gemms_add_the_real_ones():
 
     one = ("cluster=h200_1", "schedule.global_batch_size=16")
     h, f, fs = 3584, 896, 1024
-    linear = (
-        4608 * h + h * h + 8248 * h + 2 * h * fs
-    )  # queries, keys and values; outputs of both mixers; Mamba-2's input; shared expert
+    # queries, keys and values; outputs of both mixers; Mamba-2's input; shared expert
+    linear = 4608 * h + h * h + 8248 * h + 2 * h * fs
     assert lies(*one) == [2 * linear]
     by_te = "execution.moe.expert_gemm=transformer_engine"
     assert lies(*one, by_te) == [2 * (linear + 2 * h * f)]
@@ -401,9 +399,8 @@ def test_any_plan_adds_up(words):
             assert moment.total == sum(moment.buckets.values()) >= moment.reserved >= moment.allocated > 0
             assert all(line.bytes >= 0 and line.why and line.owner for line in moment.lines)
         built, after = (s.moments[phase].buckets for phase in ("build", "after_init"))
-        times = (
-            2 if plan.recipe.feature.distributed_optimizer.enabled else 1
-        )  # as the modules made them, and in DDP's buffer
+        # as the modules made them, and in DDP's buffer
+        times = 2 if plan.recipe.feature.distributed_optimizer.enabled else 1
         assert all(built[bucket] == times * after[bucket] for bucket in PARAMETERS.values())
         assert all(built[bucket] == after[bucket] for bucket in ("gradients", "communication")), (
             "DDP has made its buffers"

@@ -253,9 +253,8 @@ def contents(out: Path) -> dict[str, bytes]:
 @pytest.mark.slow
 def test_the_number_of_processes_does_not_change_the_result(tmp_path, bpe, monkeypatch):
     monkeypatch.setattr(sources, "PIECE", 2000)
-    first, last = (
-        jsonl(tmp_path / f"{text}.jsonl", list(text)) for text in ("0123456789", "abcdefghij")
-    )  # no token of two letters
+    # no token of two letters
+    first, last = (jsonl(tmp_path / f"{text}.jsonl", list(text)) for text in ("0123456789", "abcdefghij"))
     inputs = [sources.source(path, "text", ()) for path in (first, jsonl(tmp_path / "a.jsonl"), last)]
     for workers in (1, 2):
         build.build(tmp_path / str(workers), inputs, build.Options(bpe, 0.2, "refuse", workers))

@@ -214,9 +214,8 @@ def test_the_first_hour_from_a_run_to_a_comparison(tmp_path, shop):
     shutil.copytree(shop.parent / "mine", work.parent / "mine")
     work.mkdir()
     for command in runs:
-        done = program(
-            work, f"{command.removeprefix('nam ')} port={free_port()}"
-        )  # the line has 29500, as other tests' launches may
+        # the line has 29500, as other tests' launches may
+        done = program(work, f"{command.removeprefix('nam ')} port={free_port()}")
         assert done.returncode == 0 and "completed" in done.stderr, done.stderr
     first, second, _ = sorted(
         path.name for path in (work / "receipts").iterdir() if path.is_dir() and not path.name.startswith(".")

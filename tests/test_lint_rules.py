@@ -92,9 +92,8 @@ def stepping() -> dict[str, dict[str, list[str]]]:
 def test_one_flag_steps_in_these_traps_and_no_other(letter):
     """Of the flags that step into none anywhere each is tried in two of the launches."""
     base, table, differing = BASES[letter], stepping(), {}
-    plain = Counter(
-        [*(f.id for f in found(base)), *["idle-flag"] * 9]
-    )  # whose rows test_lint_refusals.py tries, one by one
+    # whose rows test_lint_refusals.py tries, one by one
+    plain = Counter([*(f.id for f in found(base)), *["idle-flag"] * 9])
     for change in changes(base):
         flag = word(change)
         if flag in table or (crc32(flag.encode()) + list(BASES).index(letter)) % 7 < 2:

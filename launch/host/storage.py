@@ -17,10 +17,8 @@ from nam_megatron.recipe import Recipe
 
 MOUNTS = Path("/proc/self/mountinfo")
 CHECKPOINT_BYTES = 14  # a parameter: bf16 weight, fp32 master weight, two fp32 moments
-SLOW, STEP = (
-    250_000_000,
-    120,
-)  # bytes a second to a shared file system on a bad day; seconds for a step, however long, and the end
+# bytes a second to a shared file system on a bad day; seconds for a step, however long, and the end
+SLOW, STEP = (250_000_000, 120)
 FLEETING = ("tmpfs", "ramfs", "overlay")  # gone with the host or its container
 
 

@@ -348,8 +348,7 @@ def apart(values: Sequence[Any]) -> list[str]:
         cut = list(map(shown, [f"...{text[start:]}" if start else text for text in texts]))
     if len(set(cut)) < len(set(texts)):
         cut = texts
-    if len(set(cut)) < len(
-        {json.dumps(v, sort_keys=True) for v in values}
-    ):  # floats of more digits, a number and its text
+    # floats of more digits, a number and its text
+    if len(set(cut)) < len({json.dumps(v, sort_keys=True) for v in values}):
         cut = [json.dumps(v) for v in values]
     return cut

@@ -32,9 +32,8 @@ RESERVED = re.compile(rf"; {SIZE} reserved in total by PyTorch", re.ASCII)  # th
 OTHERS = re.compile(rf"Process \d+ has {SIZE} memory in use", re.ASCII)
 RANK = re.compile(r"\[(?:rank|default)(\d{1,6})\]", re.ASCII)
 FRAME = re.compile(r'File "([^"]*)", line \d+, in (\S+)')
-OPTIMIZER = re.compile(
-    r"optim[^/]*/[^/]*$|/[^/]*optim[^/]*$"
-)  # torch/optim/adamw.py, core/optimizer/distrib_optimizer.py
+# torch/optim/adamw.py, core/optimizer/distrib_optimizer.py
+OPTIMIZER = re.compile(r"optim[^/]*/[^/]*$|/[^/]*optim[^/]*$")
 STEP = re.compile(r"step|adam|prepare_grads|_copy_model|_copy_main")
 # Our trainer's own line, nam_megatron/runtime/outofmemory.py: it comes before the traceback.
 PLACE = re.compile(

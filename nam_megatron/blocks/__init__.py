@@ -45,9 +45,8 @@ class Block(Config):
     measures: ClassVar[Gauge | None] = None  # of itself, in the step line
     letters: ClassVar[tuple[str, ...]]  # of the source pattern, at which it may stand
     symbol: ClassVar[str]  # Megatron's letter for it (megatron-core 0.19.2, hybrid_layer_allocation.Symbols)
-    slot: ClassVar[
-        Slot
-    ]  # the field of Megatron's HybridStackSubmodules that builds it; all layers of a symbol share one
+    # the field of Megatron's HybridStackSubmodules that builds it; all layers of a symbol share one
+    slot: ClassVar[Slot]
     stock: ClassVar[bool] = True  # whether Megatron has this layer; a mixer of ours stands in its Mamba slot
     needs: ClassVar[tuple[str, ...]] = ()  # kinds whose settings it stands on
     missing: ClassVar[str | None] = None  # the torch side that is still to be written; None: the kind can be trained

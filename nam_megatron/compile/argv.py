@@ -198,9 +198,8 @@ def parse_plan(text: str, name: str) -> Lowering:
         ) from None
     now = json.loads(plan_json(lowering))
     if isinstance(tree.get("argv"), list) and MARKER not in tree["argv"] and MARKER in now["argv"]:
-        del now["argv"][
-            now["argv"].index(MARKER) :
-        ]  # written before such a plan had one; of the recipe it says nothing
+        # written before such a plan had one; of the recipe it says nothing
+        del now["argv"][now["argv"].index(MARKER) :]
     if changed := _changed(tree, now):
         said = f"`{name}` was edited, or another version means something else by its recipe: `{changed}` is another now"
         raise Refused(Problem(said, hint="translate the recipe again", law="plan-of-another-version"))

@@ -252,9 +252,8 @@ class Sources:
         for above in _above(name) if or_above else (name,):  # a missing or unknown key: where its parent stands
             below = (word for word in asked if above == name and _within(word.key, name))
             places = self._at.get(above)
-            if (
-                places and places[-1].leaf and (found := next(below, None))
-            ):  # `allow: {}`, and a word that gives one of it
+            # `allow: {}`, and a word that gives one of it
+            if places and places[-1].leaf and (found := next(below, None)):
                 return found.where
             if places:
                 there = _linked(places[-1])

@@ -15,10 +15,8 @@ from nam_megatron.words.whole import digest, write_whole
 
 NAME = "manifest.json"
 SPLITS = ("train", "valid")
-TOKENIZER, TOKENS = (
-    "tokenizer",
-    "tokenizer.json",
-)  # the folder of the dataset that holds its tokenizer, and the file of that
+# the folder of the dataset that holds its tokenizer, and the file of that
+TOKENIZER, TOKENS = ("tokenizer", "tokenizer.json")
 AROUND = ("truncation", "padding", "post_processor")  # of that file: what is done to a whole text, and never here
 BUILD = "`python -m nam_megatron.data build` writes one"
 

@@ -353,9 +353,8 @@ def observed(model: Any, tokens: Tensor) -> Run:
     def selected(select: Any, scores: Tensor) -> Any:
         selection = select(scores)  # of whole sequences
         if hasattr(selection, "indices"):
-            keys.append(
-                selection.indices.clamp(min=0).long().cpu()
-            )  # -1 stands behind queries that see fewer keys, all of which they take
+            # -1 stands behind queries that see fewer keys, all of which they take
+            keys.append(selection.indices.clamp(min=0).long().cpu())
         else:
             most = selection.selected.sum(-1).max().item()
             keys.append(selection.selected.float().topk(most, -1).indices.cpu())

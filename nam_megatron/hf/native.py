@@ -138,9 +138,8 @@ def _source(path: Path, tree: Mapping[str, Any], text: Mapping[str, Any], of: Fa
     if said is None and not (path / SINGLE).is_file():
         hint = "weights are read from safetensors alone: nothing is unpickled"
         raise Refused(Problem(f"`{path}` holds neither `{INDEX}` nor `{SINGLE}`", hint=hint))
-    if (
-        said is not None and (path / SINGLE).exists() and SINGLE not in said.values()
-    ):  # transformers would load this one
+    # transformers would load this one
+    if said is not None and (path / SINGLE).exists() and SINGLE not in said.values():
         hint = "take away the one that is not the model's"
         raise Refused(Problem(f"`{path}` holds both `{INDEX}` and a `{SINGLE}` that it does not name", hint=hint))
     shelf, spelled, left_out = (folder.shelf(path, said, SINGLE), dict(of.spelled), set[str]())

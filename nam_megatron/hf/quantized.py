@@ -32,9 +32,8 @@ HINT = (
     "and fp32, in which most models are published, too"
 )
 Found = Mapping[str, tuple[str, tuple[int, ...], str]]  # as folder.Shelf has it
-Parts = dict[
-    str, tuple[tuple[int, ...], frozenset[str]]
-]  # {what stands behind a weight's name: its shape, the types it may have}
+# {what stands behind a weight's name: its shape, the types it may have}
+Parts = dict[str, tuple[tuple[int, ...], frozenset[str]]]
 
 
 @dataclass(frozen=True)

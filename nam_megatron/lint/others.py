@@ -432,9 +432,8 @@ def nearly(field: str, target: Target) -> bool:
     if close is None or name == f"{close}s" or field in _unflagged(target):  # `data_paths`, a list of the program's own
         return False
     pairs = zip(re.split("-+", name), re.split("-+", close), strict=False)
-    if any(
-        one != other and max(len(one), len(other)) < 3 for one, other in pairs
-    ):  # `ep_comm_overlap` is of another thing
+    # `ep_comm_overlap` is of another thing
+    if any(one != other and max(len(one), len(other)) < 3 for one, other in pairs):
         return False
     # `..._optim_step` is a shorter word for another's `..._optimizer_step`, and no slip.
     return abs(len(name) - len(close)) < 3 and difflib.SequenceMatcher(None, name, close).ratio() >= MISSPELT

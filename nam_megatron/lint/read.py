@@ -27,25 +27,12 @@ if TYPE_CHECKING:
     from nam_megatron.lint.ours import Planned
 
 LONGEST = 1_000_000  # characters
-TRAINS = (
-    "--micro-batch-size",
-    "--global-batch-size",
-    "--lr",
-    "--train-iters",
-    "--train-samples",
-)  # one of them says any launch
+# one of them says any launch
+TRAINS = ("--micro-batch-size", "--global-batch-size", "--lr", "--train-iters", "--train-samples")
 NESTED = 8  # references to references
 DEEPEST, MOST = 30, 5_000  # YAML: levels, entries
-BASES = {
-    "extends",
-    "extend",
-    "defaults",
-    "bases",
-    "base",
-    "_base_",
-    "inherits",
-    "inherit_from",
-}  # of a YAML: other files, no flags
+# of a YAML: other files, no flags
+BASES = {"extends", "extend", "defaults", "bases", "base", "_base_", "inherits", "inherit_from"}
 FLAGSCALE = {"save": "checkpoints", "load": "checkpoints", "tensorboard_dir": "tensorboard"}  # filled by its runner
 NODES = re.compile("node|world_size|gpu|nproc", re.IGNORECASE)  # variables that say how many GPUs there are
 ENVIRONMENT = re.compile(r"env(ironment)?(_?va?rs?)?", re.IGNORECASE)
@@ -372,9 +359,8 @@ def _gpus(launcher: tuple[str, ...], text: str, variables: Mapping[str, str | li
         each = count("--nproc[-_]per[-_]node", words)
         nodes = count("--nnodes", words) if "--nnodes" in words else 1
         return each * nodes if each and nodes else None
-    if re.match(r"(\S*/)?torchrun\b", words) and not follow.holes(
-        words
-    ):  # which asks its own environment, and no variable of the script
+    # which asks its own environment, and no variable of the script
+    if re.match(r"(\S*/)?torchrun\b", words) and not follow.holes(words):
         return None
     directives = re.findall(r"^\s*#SBATCH\s+(.*)$", text, re.MULTILINE)
     slurm = " ".join([*directives, words if words.startswith("srun") else ""])
@@ -786,9 +772,8 @@ def _entry(name: str, node: yaml.Node, target: Target, dashed: bool = False) -> 
             and flag.action in ("store_true", "store_false")
             and flag.name[2:].replace("-", "_") != dest
         ):
-            return (
-                [flag_name] if truth is (flag.action == "store_true") else []
-            )  # named as the argument, not as the flag
+            # named as the argument, not as the flag
+            return [flag_name] if truth is (flag.action == "store_true") else []
         if flag is not None and flag.action == "boolean" and not truth:
             return [flag_name.replace("--", "--no-", 1)]
         return [flag_name] if truth else []

@@ -166,9 +166,8 @@ class Lexer:
         if self.at >= len(self.text):
             return None
         line = self.line
-        if not self.plain and self.text.startswith(
-            ("<(", ">("), self.at
-        ):  # the name of a file that a command writes or reads
+        # the name of a file that a command writes or reads
+        if not self.plain and self.text.startswith(("<(", ">("), self.at):
             self.at += 1
             return Token("word", parts=(Part("command", self._balanced("(", ")")[1:-1]),), line=line)
         if not self.plain and self.text.startswith("((", self.at):

@@ -104,9 +104,8 @@ SIZE = re.compile(
     r"|(?P<none>num_experts|moe_router_(?:num_groups|group_topk)|mtp_num_layers|cpu_offloading_num_layers|recompute_num_layers|"
     r"(?:padded_)?vocab_size|train_(?:iters|samples)|lr_(?:warmup|wsd_decay)_(?:iters|samples)|num_layers_at_(?:start|end)_in_bf16)"
 )
-OWN_SIZE = re.compile(
-    r"auto|none|null|default|\?{3}|", re.IGNORECASE
-)  # what another program may mean by a word in its place
+# what another program may mean by a word in its place
+OWN_SIZE = re.compile(r"auto|none|null|default|\?{3}|", re.IGNORECASE)
 
 
 class NotKnown(Exception):
@@ -249,9 +248,8 @@ class Args:
                 while at + len(following) < len(words) and not self._is_flag(words[at + len(following)]):
                     following.append(words[at + len(following)])
             if flag is None:
-                flags = (
-                    at for at, w in enumerate(following) if any(map(self._array, holes(w)))
-                )  # of an array elsewhere
+                # of an array elsewhere
+                flags = (at for at, w in enumerate(following) if any(map(self._array, holes(w))))
                 taken = following[: OURS.get(name, next(flags, len(following)))]
                 self._unknown(name)
             elif flag.action != "store":

@@ -46,11 +46,8 @@ class _OfWhole:
             if not (isinstance(found, tuple) and len(found) == 3):
                 return found
             loss, tokens, said = found
-            return (
-                loss * (tokens / _mean(tokens, group)),
-                tokens,
-                said,
-            )  # Megatron divides by them, and averages over the ranks
+            # Megatron divides by them, and averages over the ranks
+            return (loss * (tokens / _mean(tokens, group)), tokens, said)
 
         result = self.calculate(model, output, loss_func and of_whole, config, *args, **kw)
         if config.experimental_attention_variant == "dsa":

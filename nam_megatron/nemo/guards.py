@@ -161,9 +161,8 @@ def explain_endings() -> None:
         if not isinstance(value, Refused | NonFinite | Unfit):
             before(kind, value, trace)
             return
-        with contextlib.redirect_stderr(
-            sys.__stderr__
-        ):  # torch.distributed collects what its predecessor says, to say it later
+        # torch.distributed collects what its predecessor says, to say it later
+        with contextlib.redirect_stderr(sys.__stderr__):
             if isinstance(value, Refused):
                 raise SystemExit(train.stop(int(os.environ.get(train.RANK, 0)), REFUSED, value.render()))
             print(f"error: {value}", file=sys.stderr, flush=True)

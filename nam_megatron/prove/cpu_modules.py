@@ -83,9 +83,8 @@ class NormColumnLinear(ColumnParallelLinear):
         else:
             x = F.layer_norm(x, shape, weight, bias, eps)
         (weight,) = self._get_weight_tensors()
-        self.output_size_per_partition = len(
-            weight
-        )  # which Megatron looks at; Transformer Engine takes what it is given
+        # which Megatron looks at; Transformer Engine takes what it is given
+        self.output_size_per_partition = len(weight)
         return super().forward(x, weight=weight)
 
     def _get_weight_tensors(self):

@@ -270,9 +270,8 @@ def _save(folder: Path, model: Any, optimizer: Any = None, scheduler: Any = None
 
     args = get_args()
     changed = {"save": str(folder), "no_save_optim": optimizer is None, "no_save_rng": True}
-    changed["consumed_train_samples"] = (
-        args.global_batch_size
-    )  # the loop counts a step's samples when the step has returned
+    # the loop counts a step's samples when the step has returned
+    changed["consumed_train_samples"] = args.global_batch_size
     kept = {name: getattr(args, name) for name in changed}
     vars(args).update(changed)
     save_checkpoint(1, model, optimizer, scheduler, 0)

@@ -14,9 +14,8 @@ from test_m2rnn import spec as m2rnn
 from test_mamba3 import mixer as mamba3
 
 STD, LAYERS = 0.05, 6
-SCALED = STD / math.sqrt(
-    LAYERS
-)  # of what is added to the residual stream; Megatron's rule for hybrids, GPT's has 2 layers
+# of what is added to the residual stream; Megatron's rule for hybrids, GPT's has 2 layers
+SCALED = STD / math.sqrt(LAYERS)
 
 # Parameter -> how it is drawn: a number is the deviation of a normal distribution, a text a constant or a test of its own.
 DRAWN = {

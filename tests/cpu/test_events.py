@@ -98,10 +98,8 @@ def test_commands_that_go_on_append_with_a_start_of_their_own(tmp_path):
     second = whole[len(first) :]
     sums = checksums.whole(tmp_path / "ckpt/iter_0000002")
     assert [(one["step"], one["sha256"]) for one in of(second, "loaded")] == [(2, sums)] and second[0]["n"] == 1
-    assert outcome.of_run(tmp_path, {"nonce": "mine"})["loaded"] == {
-        "step": 0,
-        "sha256": None,
-    }  # as the first one began
+    # as the first one began
+    assert outcome.of_run(tmp_path, {"nonce": "mine"})["loaded"] == {"step": 0, "sha256": None}
     again = events.Events(1)
     for one in second:
         again.hear(json.dumps(one), "mine")

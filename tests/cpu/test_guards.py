@@ -148,9 +148,8 @@ def test_a_loss_that_is_no_number_ends_the_run_where_megatron_would_not(guard, l
 
 def test_nothing_is_said_of_a_loss_that_is_a_number_or_that_nobody_asked_about(guard):
     assert guard(2.5, machine=Machine()) is None
-    assert (
-        guard(torch.nan, watch=None, machine=Machine()) is None
-    )  # Megatron's machine repeats the step, and it is watched then
+    # Megatron's machine repeats the step, and it is watched then
+    assert guard(torch.nan, watch=None, machine=Machine()) is None
     silent = Machine()
     assert guard(torch.nan, machine=silent, check_for_nan_in_loss_and_grad=False) is None and silent.rejected == []
 

@@ -1288,9 +1288,8 @@ def test_a_tokenizer_of_others_says_where_texts_end_and_begins_none(spoken, tmp_
     assert "w5 w9" + json.loads(capsys.readouterr().out)["text"] == text
     harness = pytest.importorskip("nam_megatron.hf.evaluate").NamLM(tmp_path / "hf", dtype=torch.float32)
     assert harness.tok_encode("w5 w9") == [5, 9] and harness.tok_batch_encode(["w5 w9"])[0].tolist() == [[5, 9]]
-    assert (
-        harness.prefix_token_id == harness.eot_token_id == 2
-    )  # what stands before a text's first word, as in the data
+    # what stands before a text's first word, as in the data
+    assert harness.prefix_token_id == harness.eot_token_id == 2
 
 
 def test_another_tokenizer_is_refused(spoken, words_of, tmp_path, prompts, capsys):
@@ -1415,9 +1414,8 @@ def test_a_result_is_of_these_weights_and_that_dataset(tmp_path, monkeypatch, we
     monkeypatch.setattr(watch.manifest, "read", lambda path: SimpleNamespace(key="d"))
     said = {"weights": weights, "dataset": dataset}
     said = {key: value for key, value in said.items() if value}
-    (tmp_path / "s.json").write_text(
-        json.dumps(said | {"step": "iter_0000003"})
-    )  # by `hf perplexity`, of a few windows say
+    # by `hf perplexity`, of a few windows say
+    (tmp_path / "s.json").write_text(json.dumps(said | {"step": "iter_0000003"}))
     assert not watch._scored(tmp_path / "s.json", {"weights": "w"}, tmp_path)
     (tmp_path / "s.json").write_text(json.dumps(said | {"step": 3}))
     assert watch._scored(tmp_path / "s.json", {"weights": "w"}, tmp_path) == ((weights, dataset) == ("w", "d"))

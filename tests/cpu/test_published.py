@@ -214,10 +214,8 @@ LAYOUTS = {
     "ep": {"parallel__expert": 2},
     "pp": {"parallel__pipeline": 2},
 }
-NAIVE = {
-    **dict.fromkeys(("deepseek_v3", "glm_4_7_flash"), "mla"),
-    "deepseek_v32": "dsa",
-}  # kernels, since there is no GPU
+# kernels, since there is no GPU
+NAIVE = {**dict.fromkeys(("deepseek_v3", "glm_4_7_flash"), "mla"), "deepseek_v32": "dsa"}
 
 
 def layouts() -> Iterator[tuple[str, str]]:

@@ -383,9 +383,8 @@ def test_gradients_that_the_gemm_adds_are_the_same(tmp_path, eight_steps):
     """Megatron's linear layers demand APEX for this; with TE's GEMM in its place they learn the same."""
     (rank,) = run(tmp_path, *EIGHT, "precision.fused_grad_accumulation=true", before=gemm_of_te)
     assert trained([rank]) == pytest.approx(eight_steps, abs=1e-2)
-    assert (
-        int(rank.out.split(" GEMMs")[0].split()[-1]) >= 8 * 2
-    )  # at least the output layer, in each of two microbatches
+    # at least the output layer, in each of two microbatches
+    assert int(rank.out.split(" GEMMs")[0].split()[-1]) >= 8 * 2
 
 
 @pytest.mark.slow

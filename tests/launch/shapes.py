@@ -16,12 +16,8 @@ ALPHABETS = {
     "base32": string.ascii_uppercase + "234567", "base85": "".join(chr(c) for c in range(33, 118) if chr(c) not in "\"'`\\<>&#;,=/"),
     "words": "",
 }  # fmt: skip
-BARE = (
-    "letters and digits",
-    "lower case",
-    "upper case",
-    "base32",
-)  # where nothing says what it is, a hash looks like hex
+# where nothing says what it is, a hash looks like hex
+BARE = ("letters and digits", "lower case", "upper case", "base32")
 # What a variable, a key or a flag may be called: a secret by a word of it.
 NOUNS = (
     "password", "passwd", "passphrase", "secret", "token", "api_key", "apikey", "access_key", "private_key", "secret_key", "auth_token",

@@ -380,9 +380,8 @@ def test_the_commands(tmp_path, capsys, monkeypatch):
     assert len(capsys.readouterr().out.splitlines()) == 3
     receipts.command([str(root)], {"family": "other"})
     said = capsys.readouterr()
-    assert (
-        said.out.count("\n") == 1 and said.err == f"note: none of 3 receipts in {root}\n"
-    )  # a damaged one is always shown
+    # a damaged one is always shown
+    assert said.out.count("\n") == 1 and said.err == f"note: none of 3 receipts in {root}\n"
     assert compare.command([str(run) for run in runs], {}) == 0
     for words in (
         ["compare", str(runs[0])],

@@ -57,9 +57,8 @@ def said(folder, seconds=5):
 def test_the_processes_of_this_run_and_no_other(run, start, tmp_path):
     launcher, one, zero = start(None), start(1), start(0)
     start(0, folder=tmp_path / "another")
-    (tmp_path / "link").symlink_to(
-        run
-    )  # the run may have been started by one of two names, and be asked for by the other
+    # the run may have been started by one of two names, and be asked for by the other
+    (tmp_path / "link").symlink_to(run)
     for name in (run, tmp_path / "link"):
         assert [(r.pid, r.rank) for r in inspect.ranks(name)] == [(launcher.pid, None), (zero.pid, 0), (one.pid, 1)]
 

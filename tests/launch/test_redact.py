@@ -219,9 +219,8 @@ def test_the_value_of_a_variable_that_nobody_knows_may_be_a_secret():
         assert Redactor({name: "zebra-crossing"}).secrets("a zebra-crossing") == "a zebra-crossing", name
     for name in ("MINE", "HOMES", "XHOME", "RANKS", "TERMINAL"):
         assert Redactor({name: "zebra-crossing"}).secrets("a zebra-crossing") == "a <secret>", name
-        assert not Redactor({name: "zebra-crossing"}).betrays(
-            "a zebra-crossing"
-        )  # a name that says so, and a person would know
+        # a name that says so, and a person would know
+        assert not Redactor({name: "zebra-crossing"}).betrays("a zebra-crossing")
     for value in ("zebra", "/data/zebra", "/a/zebra:/b/zebra", "resume", "12.5"):  # short, paths, our own words
         assert Redactor({"MINE": value}).secrets(f"a {value}") == f"a {value}"
     assert Redactor({"MINE": "zebra1"}).secrets("a zebra1") == "a <secret>"

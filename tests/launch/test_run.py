@@ -302,9 +302,8 @@ def test_a_rank_that_outlives_its_torchrun_is_ended(root):
 def test_two_launches_do_not_mix(root):
     port = free_port()
     mark = f"touch={root.parent}/running"
-    first = Launcher.start(
-        root, f"steps=5 sleep=1.5 {mark}", port=port
-    )  # on when the second looks, however busy the machine
+    # on when the second looks, however busy the machine
+    first = Launcher.start(root, f"steps=5 sleep=1.5 {mark}", port=port)
     appears(root.parent / "running")
     second = Launcher.start(root, "steps=5", port=port)
     third = Launcher.start(root, "steps=5")

@@ -339,10 +339,8 @@ def test_what_was_never_compared_is_not_proven():
     said = [("gradient", 1, "w"), ("weight", 1, "w")]
     assert compare.silent(found, [said], [1]) == "" and compare.silent([], [], [1]) == f"nothing to compare: {nothing}"
     assert compare.silent(found, [said], [1, 2]) == "nothing to compare: no weight of step 2"
-    for mute, none in (
-        ([], "gradient of step 1, no weight"),
-        (said[:1], "weight"),
-    ):  # a replica, for which the other would speak
+    # a replica, for which the other would speak
+    for mute, none in (([], "gradient of step 1, no weight"), (said[:1], "weight")):
         assert compare.silent(found, [said, mute], [1]) == f"rank 1 said no {none} of step 1"
 
 
@@ -395,9 +393,8 @@ def test_outputs_losses_and_counts_of_all_ranks_are_put_together():
     (lost, *_), _ = layout
     found = compared([lost], [("count", 1, "2", [4.0, 4.0])], names=NONE, reference=reference)
     assert found["microbatch 2"].note == "no rank computed it" and found["router"].off == 1 / 8
-    assert (
-        compared(layout[0], names=NONE, reference=reference)["router"].off == 3 / 8
-    )  # no rank counted those of the other
+    # no rank counted those of the other
+    assert compared(layout[0], names=NONE, reference=reference)["router"].off == 3 / 8
     for said in ((4.0, 3.0), (3.0, 4.0)):  # of ranks that have the same microbatch
         ranks = ([("loss", 1, 0, [10.0, tokens])] for tokens in said)
         found = compared(*ranks, names=NONE, reference=reference)["microbatch 1"]
@@ -1128,9 +1125,8 @@ def test_every_pair_has_an_outcome_and_no_run_is_made_twice(monkeypatch, tmp_pat
     assert cleared == [1, 3, 4, 6], "after its last pair, and not before"
     assert any("cuda_graphs" in sentence for sentence in rows[1]["unproven"])
     assert "8 " not in capsys.readouterr().out.splitlines()[-1]
-    monkeypatch.setattr(
-        sys, "argv", ["", "--presets", "nam56r", "--overlays", "none,graphs"]
-    )  # the second is as the first
+    # the second is as the first
+    monkeypatch.setattr(sys, "argv", ["", "--presets", "nam56r", "--overlays", "none,graphs"])
     differs = proof.Part(proof.START, (row(GRADIENT, 0.25), row(WEIGHT, 0.5)))
     for part in (proof.Part(proof.START, (), "it broke"), differs):
         monkeypatch.setattr(Ran, "begin", lambda self, part=part: part)

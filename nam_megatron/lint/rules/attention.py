@@ -76,9 +76,8 @@ def _not_shared(a: Args, m: Model) -> Iterator[str]:
 def _turned(a: Args, m: Model) -> list[str]:
     """Shares of a head that RoPE cannot turn: it turns columns in pairs, and no more than there are."""
     found = []
-    if (
-        "attention" in m.kinds and m.positions in ("rope", "yarn") and not m.mla and m.head_dim > 8
-    ):  # narrower ones are placeholders
+    # narrower ones are placeholders
+    if "attention" in m.kinds and m.positions in ("rope", "yarn") and not m.mla and m.head_dim > 8:
         columns = m.head_dim * (a.rotary_percent if m.positions == "rope" else 1)
         if not 2 <= columns <= m.head_dim or int(columns) % 2:
             said = "rotary_percent" if a.said("rotary_percent") else "kv_channels"

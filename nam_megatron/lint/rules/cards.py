@@ -163,9 +163,8 @@ def _contradicts(a: Args, m: Model) -> Iterator[str]:
                 continue
             flag = a.written(argument) if a.said(argument) else without(a.written(argument))
             departs[key] = f"{flag}\t{name} has {key.replace('_', ' ')} {_word(published)}, here it is {_word(here)}\t"
-    if (
-        3 * len(departs) <= compared and not {"hidden", "heads"} <= departs.keys()
-    ):  # else a model of its own with that name
+    # else a model of its own with that name
+    if 3 * len(departs) <= compared and not {"hidden", "heads"} <= departs.keys():
         yield from departs.values()
 
 

@@ -195,9 +195,8 @@ def _not_positive(a: Args, m: Model) -> Iterator[str]:
         if (size := SIZE.fullmatch(name)) and known(partial(_reads, name, a, m), True):
             value = a.value(name)
             none = size["none"] and not (chunks and name == "recompute_num_layers")  # walked in such steps then
-            if (
-                a.elsewhere and value == -1 and name.endswith("parallel_size")
-            ):  # "as the checkpoint has it", in programs of others
+            # "as the checkpoint has it", in programs of others
+            if a.elsewhere and value == -1 and name.endswith("parallel_size"):
                 continue
             if isinstance(value, int) and value < (0 if none else 1):
                 yield f"{a.written(name)}\t{'0 for none of it' if none else ''}"

@@ -592,9 +592,8 @@ def test_the_example_for_the_nemotron_cli(ranks):
     assert after.load == after.save, "so that a job that is started again goes on"
 
 
-NEMOTRON = os.environ.get(
-    "NAM_NEMOTRON"
-)  # `src` of a checkout of github.com/NVIDIA-NeMo/Nemotron; last run with e27b371
+# `src` of a checkout of github.com/NVIDIA-NeMo/Nemotron; last run with e27b371
+NEMOTRON = os.environ.get("NAM_NEMOTRON")
 
 
 @pytest.mark.skipif(NEMOTRON is None, reason="no source of Nemotron: NAM_NEMOTRON=FOLDER/src, see above")

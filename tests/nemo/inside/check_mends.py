@@ -20,9 +20,8 @@ def test_another_source_is_refused_when_a_container_is_validated(ranks, monkeypa
     """As every start of a training does, whoever's runner it is."""
     ranks(8)
     done = []
-    others = {
-        mend.name: mend for mend in SERIES if mend.name != "bridge_evaluation"
-    }  # may stand in this process already
+    # may stand in this process already
+    others = {mend.name: mend for mend in SERIES if mend.name != "bridge_evaluation"}
     monkeypatch.setattr(install, "_INSTALLED", dict(others))
     monkeypatch.setattr(Mend, "install", property(lambda self: lambda plan: done.append(self.name)))
     runtime_config_update(nemo.recipe("nam56r"))

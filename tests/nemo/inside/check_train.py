@@ -184,9 +184,8 @@ def test_both_train_the_same(layout, tmp_path):
     plan = train.load(tmp_path / "plan.json").plan
     for ranks, trainer in ((by_megatron, Trainer.MEGATRON), (by_bridges, Trainer.BRIDGE)):
         (said,) = [line for rank in ranks for line in rank.out.splitlines() if line.startswith(SAID)]
-        stood = re.findall(
-            r"(\w+)=[0-9a-f]{64}", said
-        )  # those of other plans, too, of which this process has made containers
+        # those of other plans, too, of which this process has made containers
+        stood = re.findall(r"(\w+)=[0-9a-f]{64}", said)
         wanted = [mend.name for mend in needed(plan, trainer)]
         assert [name for name in stood if name in wanted] == wanted
 
@@ -634,9 +633,8 @@ def test_what_is_no_start_and_what_no_sample_is_refused(pretrained, tmp_path):
     ):
         assert said in unfit(*good, more)[0], said
     encoder = tokenizer.load(pretrained / "tokenizer")
-    most = (
-        max(sum(len(tokenizer.encode(encoder, s[key])) for key in ("input", "output")) for s in SAMPLES) + 1
-    )  # its end
+    # its end
+    most = max(sum(len(tokenizer.encode(encoder, s[key])) for key in ("input", "output")) for s in SAMPLES) + 1
     assert unfit(*good, f"model.seq_length={most}") == []
     assert f"has {most} tokens, and the model takes {most - 1}" in unfit(*good, f"model.seq_length={most - 1}")[0]
     assert unfit(*good, "model.seq_length=64", "model.blocks.moe.aux_loss_coeff=0.0", "optim.lr=2e-4") == []
