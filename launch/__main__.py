@@ -20,7 +20,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from launch.words import parse
-from nam_megatron.errors import OK, Problem, Refused, finish, raise_if_twice
+from nam_megatron.errors import OK, Refused, finish, raise_if_twice
 from nam_megatron.launcher import called
 
 WITH_A_RECIPE = ("show", "check", "run")
@@ -51,7 +51,7 @@ def command() -> int:
 
         app.run(verb, rest)
     if verb not in OPTIONS:
-        raise Refused(Problem(f"no verb `{verb}`", hint=f"there are: {', '.join((*WITH_A_RECIPE, *OPTIONS))}"))
+        raise Refused(f"no verb `{verb}`", hint=f"there are: {', '.join((*WITH_A_RECIPE, *OPTIONS))}")
     place, options = OPTIONS[verb]
     module = import_module(f"launch.{place}")  # each imports what it needs only
     if {"-h", "--help"} & set(rest):

@@ -57,10 +57,10 @@ def array(contexts: Sequence[Context], points: int) -> int:
     cluster, form = contexts[-1].cluster, contexts[-1].words["format"]
     if form != "sbatch":
         hint = "`format=sbatch` is a Slurm array of them; or leave `--multirun` out"
-        raise Refused(Problem("a sweep is several runs", key="format", hint=hint))
+        raise Refused("a sweep is several runs", key="format", hint=hint)
     if (cluster.nodes, cluster.gpus_per_node) != (contexts[0].cluster.nodes, contexts[0].cluster.gpus_per_node):
         hint = "a script for each cluster: one sweep each"
-        raise Refused(Problem("the points of a Slurm array have the same hosts", key="cluster", hint=hint))
+        raise Refused("the points of a Slurm array have the same hosts", key="cluster", hint=hint)
     if len(contexts) == points:
         said = [context.overrides for context in contexts]
         first, *others = (context.lowering for context in contexts)
@@ -85,11 +85,10 @@ def telltale(overrides: Sequence[str], environ: Mapping[str, str]) -> Iterator[P
     for number, word in enumerate(overrides, 1):
         if redactor.betrays(word):
             key = word.partition("=")[0]
-            hint = "leave it in a file or a variable of the host that needs it"
             yield Problem(
                 f"word {number} of the command line holds a secret",
                 key=key if not redactor.betrays(key) else None,
-                hint=hint,
+                hint="leave it in a file or a variable of the host that needs it",
             )
 
 
@@ -160,9 +159,7 @@ def train(context: Context) -> int:
     nodes = context.cluster.nodes
     if nodes > 1 and slurm.JOB not in context.environ:
         hint = "`python -m launch show ... format=sbatch > job.sh`, and `sbatch job.sh`"
-        raise Refused(Problem(f"{nodes} nodes, and this is no Slurm job", key="cluster.nodes", hint=hint))
+        raise Refused(f"{nodes} nodes, and this is no Slurm job", key="cluster.nodes", hint=hint)
     if nodes > 1 and len(found := slurm.hosts(context.environ)) != nodes:
-        raise Refused(
-            Problem(f"this Slurm job has {len(found)} nodes, and the plan is for {nodes}", key="cluster.nodes")
-        )
+        raise Refused(f"this Slurm job has {len(found)} nodes, and the plan is for {nodes}", key="cluster.nodes")
     return run.run(context)

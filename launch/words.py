@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from nam_megatron.errors import Problem, Refused, likely
+from nam_megatron.errors import Refused, likely
 
 
 def parse(words: Sequence[str], keys: Iterable[str]) -> tuple[list[str], dict[str, str]]:
@@ -22,10 +22,8 @@ def parse(words: Sequence[str], keys: Iterable[str]) -> tuple[list[str], dict[st
         else:
             close = likely(key, keys)
             raise Refused(
-                Problem(
-                    f"no option `{key}`",
-                    hint=f"did you mean `{close}`?" if close else f"there are: {', '.join(keys) or 'none'}",
-                )
+                f"no option `{key}`",
+                hint=f"did you mean `{close}`?" if close else f"there are: {', '.join(keys) or 'none'}",
             )
     return names, options
 
@@ -33,5 +31,5 @@ def parse(words: Sequence[str], keys: Iterable[str]) -> tuple[list[str], dict[st
 def whole(key: str, word: str, most: int) -> int:
     """`word` as a number from 1 to `most`, of nine digits at most. Raises Refused."""
     if not (word.isascii() and word.isdecimal() and len(word) < 10 and 1 <= int(word) <= most):
-        raise Refused(Problem(f"`{word}` is no number from 1 to {most:,}", key=key))
+        raise Refused(f"`{word}` is no number from 1 to {most:,}", key=key)
     return int(word)

@@ -57,7 +57,7 @@ def _run(
     if another := next((a for a in given if OTHER_CONFIG.match(a)), None):
         hint = "`conf=NAME` chooses a preset; `--config-dir DIR` adds a folder of your own"
         message = f"`{clipped(another)}`: a command has one config, and it is its own"
-        raise Refused(Problem(message, hint=hint, law="another-config"))
+        raise Refused(message, hint=hint, law="another-config")
     options = _options(given)
     texts = [*_folders(options.config_dir), *options.overrides]
     if options.cfg or options.help or options.info or options.shell_completion:
@@ -106,7 +106,7 @@ def published(conf: str) -> Path | None:
     if conf == at.parent.name and (conf_dir() / "preset" / f"{conf}.yaml").is_file():
         hint = f"write `conf=./{conf}` for the folder; the preset is what `conf={conf}` means where there is none"
         message = f"`{conf}` is a preset, and a folder here with a model in it"
-        raise Refused(Problem(message, key="conf", hint=hint, law="folder-or-preset"))
+        raise Refused(message, key="conf", hint=hint, law="folder-or-preset")
     return at
 
 
@@ -138,7 +138,7 @@ def _options(words: Sequence[str]) -> Namespace:
         dashed = re.search(r"arguments: --([\w.]+)", message)
         key = f"{dashed[1]}=VALUE" if dashed else "KEY=VALUE"
         hint = f"a key is written without dashes, `{key}`; `--help` lists options, groups and keys"
-        raise Refused(Problem(f"options: {message}", hint=hint, law="option-unknown"))
+        raise Refused(f"options: {message}", hint=hint, law="option-unknown")
 
     parser.error = refuse  # type: ignore[method-assign]
     found = parser.parse_intermixed_args(words)

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nam_megatron.errors import OK, Problem, Refused, counted, finish, likely
+from nam_megatron.errors import OK, Refused, counted, finish, likely
 from nam_megatron.recipe import conf_dir, load
 
 REPOSITORY = Path(__file__).parent.parent
@@ -192,7 +192,7 @@ def meant(name: str) -> str:
     if name not in names:
         close = likely(name, names)
         own = "`nam list presets`; runs of a preset of your own: `nam launch receipts preset=NAME`"
-        raise Refused(Problem(f"no preset `{name}`", hint=f"did you mean `{close}`?" if close else own))
+        raise Refused(f"no preset `{name}`", hint=f"did you mean `{close}`?" if close else own)
     return load(name).preset.alias_of or name
 
 
@@ -242,7 +242,7 @@ def command(words: Sequence[str]) -> int:
     if words[:1] == ["--config-dir"]:  # somebody's own preset, which has no card: its name says so
         words = words[2:]
     if len(words) != 1:
-        raise Refused(Problem("`card` takes one name", hint="`nam card nam56r_fused`, or `nam card all`"))
+        raise Refused("`card` takes one name", hint="`nam card nam56r_fused`, or `nam card all`")
     sys.stdout.write(page() if words[0] == "all" else text(words[0]))
     return OK
 

@@ -34,7 +34,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from nam_megatron.commands import ARGPARSE, COMMANDS, LISTS, RECIPES, of
-from nam_megatron.errors import OK, Problem, Refused, finish, likely
+from nam_megatron.errors import OK, Refused, finish, likely
 from nam_megatron.launcher import by_nam, called
 
 OPTION = re.compile(r"([a-z][a-z_-]*)=(.*)", re.ASCII | re.DOTALL)
@@ -67,7 +67,7 @@ def command(words: Sequence[str]) -> int:
         alike = filter(None, [likely(name, COMMANDS)])
         meant = [f"`nam {one} {name}`" for one in under] or [f"`nam {one}`" for one in alike]
         hint = f"did you mean {' or '.join(meant)}?" if meant else "`nam --help` lists the commands"
-        raise Refused(Problem(f"no command `{name}`", hint=hint))
+        raise Refused(f"no command `{name}`", hint=hint)
     if {*HELP} & {*rest}:
         return helped(name, rest)
     return run(COMMANDS[name], spelled(name, rest))
@@ -155,7 +155,7 @@ def spelled(name: str, words: Sequence[str]) -> list[str]:
         if key not in options:
             meant = likely(key, options)
             hint = f"did you mean `{meant}=`?" if meant else f"there are: {', '.join(options)}"
-            raise Refused(Problem(f"`nam {name}` has no `{said[1]}`", hint=hint))
+            raise Refused(f"`nam {name}` has no `{said[1]}`", hint=hint)
         found += given(key, said[2], options[key])
     return found
 
@@ -164,7 +164,7 @@ def given(key: str, value: str, flag: bool) -> list[str]:
     """One option for argparse: a flag by true or false, several values as [A,B]."""
     if flag:
         if value not in ("true", "false"):
-            raise Refused(Problem(f"`{key}` is true or false, not `{value}`"))
+            raise Refused(f"`{key}` is true or false, not `{value}`")
         return [f"--{key}"] if value == "true" else []
     values = value[1:-1].split(",") if value.startswith("[") and value.endswith("]") else [value]
     return [f"--{key}={one}" for one in values]

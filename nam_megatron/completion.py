@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nam_megatron.commands import ARGPARSE, COMMANDS, LISTS, RECIPES, of
-from nam_megatron.errors import OK, Problem, Refused, finish
+from nam_megatron.errors import OK, Refused, finish
 
 # bash parts words at `=`: the word under the cursor is taken from the line itself, and what it has before the last break is cut off again.
 BASH = r"""_nam() {
@@ -161,7 +161,7 @@ def _keys() -> Iterator[str]:
 def command() -> int:
     words = sys.argv[1:]
     if len(words) != 1 or words[0] not in (*SHELLS, "-h", "--help"):
-        raise Refused(Problem("`completion` takes a shell", hint="`nam completion bash`, or zsh"))
+        raise Refused("`completion` takes a shell", hint="`nam completion bash`, or zsh")
     print(SHELLS.get(words[0]) or (__doc__ or "").rstrip())
     return OK
 

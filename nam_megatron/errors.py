@@ -44,10 +44,21 @@ class Places(Protocol):
 class Refused(Exception):
     """The recipe, the command line or a file asks for something that cannot be done as written.
 
-    A user's mistake, so it is printed without a traceback; our own mistakes are assertions.
+    A user's mistake, so it is printed without a traceback; our own mistakes are assertions. Of one problem its message may be given, and
+    the rest of it, by name.
     """
 
-    def __init__(self, problems: Problem | Iterable[Problem], places: Places | None = None):
+    def __init__(
+        self,
+        problems: str | Problem | Iterable[Problem],
+        places: Places | None = None,
+        *,
+        key: str | None = None,
+        hint: str | None = None,
+        law: str | None = None,
+    ):
+        if isinstance(problems, str):
+            problems = Problem(problems, key=key, hint=hint, law=law)
         self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
         self.places = places
         assert self.problems, "Refused without a reason"
@@ -164,7 +175,7 @@ def finish(command: Callable[[], int]) -> NoReturn:
         if not str(err).startswith("Symlink loop"):  # as Path.resolve says it
             raise
         code = REFUSED
-        sys.stderr.write(Refused(Problem(str(err), hint="name a folder or a file", law="file-error")).render())
+        sys.stderr.write(Refused(str(err), hint="name a folder or a file", law="file-error").render())
     except KeyboardInterrupt:
         code = INTERRUPTED
         sys.stderr.write("interrupted\n")
@@ -198,7 +209,7 @@ def keyless(command: Callable[[], int]) -> int:
     except OSError as err:
         if err.filename is None:  # a full disk, or stdout
             raise
-        sys.stderr.write(Refused(Problem(f"`{err.filename}`: {err.strerror}", law="file-error")).render())
+        sys.stderr.write(Refused(f"`{err.filename}`: {err.strerror}", law="file-error").render())
     return REFUSED
 
 
@@ -226,9 +237,7 @@ def page(doc: str | None, render: Callable[[], str]) -> int:
     """A command that prints one file and takes no words, for `finish`. doc: what `--help` says."""
     if sys.argv[1:] and sys.argv[1] not in ("-h", "--help"):
         raise Refused(
-            Problem(
-                f"this takes no words, and here is `{sys.argv[1]}`", hint="`--help` says more", law="words-unwanted"
-            )
+            f"this takes no words, and here is `{sys.argv[1]}`", hint="`--help` says more", law="words-unwanted"
         )
     sys.stdout.write(doc if sys.argv[1:] and doc else render())
     return OK

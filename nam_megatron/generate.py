@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nam_megatron.errors import OK, Problem, Refused, finish, keyless, not_there, raise_if
+from nam_megatron.errors import OK, Refused, finish, keyless, not_there, raise_if
 from nam_megatron.hf import KERNELS
 from nam_megatron.parser import Parser
 from nam_megatron.words.argtypes import between, count, whole
@@ -79,7 +79,7 @@ def decode(
         with torch.inference_mode():
             logits = model(tokens, attention_mask=mask, past_key_values=cache, logits_to_keep=1).logits[:, -1].float()
         if logits.isnan().any():  # greedy, all words would be the first one
-            raise Refused(Problem("the model gives no numbers", hint="are its weights damaged? `nam hf check`"))
+            raise Refused("the model gives no numbers", hint="are its weights damaged? `nam hf check`")
         chosen = pick(logits, options, draw)
         said = [token if there else None for token, there in zip(chosen.tolist(), alive, strict=True)]
         yield said
@@ -117,16 +117,14 @@ def pick(logits: "torch.Tensor", options: Options, draw: "torch.Generator | None
 
 def _check(config: Any, prompts: Sequence[Sequence[int]], new: int) -> None:
     if not prompts or not all(prompts):
-        raise Refused(Problem("an empty prompt", hint="give at least one token"))
+        raise Refused("an empty prompt", hint="give at least one token")
     for token in (max(map(max, prompts)), min(map(min, prompts))):
         if not 0 <= token < config.vocab_size:
-            said = f"token {token} of a vocabulary of {config.vocab_size}"
-            raise Refused(Problem(said, hint="is it the right tokenizer?"))
+            raise Refused(f"token {token} of a vocabulary of {config.vocab_size}", hint="is it the right tokenizer?")
     most, longest = config.max_position_embeddings, max(map(len, prompts))
     if longest + new > most:
         said = f"{longest} tokens and {new} new ones, and the model was trained on {most}"
-        hint = f"`--new {most - longest}` or less" if longest < most else "a shorter prompt"
-        raise Refused(Problem(said, hint=hint))
+        raise Refused(said, hint=f"`--new {most - longest}` or less" if longest < most else "a shorter prompt")
 
 
 # The command ---------------------------------------------------------------------------------------------------------
@@ -172,9 +170,9 @@ def _run(words: argparse.Namespace) -> int:
 
     if not words.temperature and (words.top_k or words.top_p < 1):
         said = f"`--{'top-k' if words.top_k else 'top-p'}` of greedy words, which are not drawn"
-        raise Refused(Problem(said, hint="give a temperature too: `--temperature 1`"))
+        raise Refused(said, hint="give a temperature too: `--temperature 1`")
     if words.file is None and not _text(words.prompt):
-        raise Refused(Problem("`--prompt` is no text of Unicode characters", hint="UTF-8 is read"))
+        raise Refused("`--prompt` is no text of Unicode characters", hint="UTF-8 is read")
     if not words.path.exists():
         raise Refused(not_there(words.path))
     raise_if(absent(words.device, words.kernels))
@@ -185,7 +183,7 @@ def _run(words: argparse.Namespace) -> int:
     model = open_model(words.path, DTYPES[words.dtype], words.device, words.kernels)
     if tokenizer is not None and tokenizer.get_vocab_size() > model.config.vocab_size:
         said = f"the tokenizer has {tokenizer.get_vocab_size()} entries, and the model {model.config.vocab_size}"
-        raise Refused(Problem(said, hint="give the one that the data was built with"))
+        raise Refused(said, hint="give the one that the data was built with")
     ends = () if words.endless else ends
     options = Options(words.new, words.temperature, words.top_k, words.top_p, words.seed, ends, words.grow)
 
@@ -258,22 +256,22 @@ def _lines(path: Path) -> Iterable[dict[str, Any]]:
     except OSError as err:
         raise Refused(closed(err)) from None
     except ValueError as err:
-        raise Refused(Problem(f"`{path}` cannot be read: {err}")) from None
+        raise Refused(f"`{path}` cannot be read: {err}") from None
     for number, text in enumerate(texts, 1):
         if not text.strip():
             continue
         try:
             line = json.loads(text)
         except (ValueError, RecursionError) as err:
-            raise Refused(Problem(f"line {number} of `{path}` is no JSON: {err}")) from None
+            raise Refused(f"line {number} of `{path}` is no JSON: {err}") from None
         if not isinstance(line, dict) or not line.keys() & {"prompt", "tokens"}:
-            raise Refused(Problem(f"line {number} of `{path}` has neither a `prompt` nor `tokens`"))
+            raise Refused(f"line {number} of `{path}` has neither a `prompt` nor `tokens`")
         if "tokens" in line:
             ids = line["tokens"]
             if not (isinstance(ids, list) and ids and all(type(t) is int for t in ids)):
-                raise Refused(Problem(f"line {number} of `{path}`: `tokens` is no list of integers"))
+                raise Refused(f"line {number} of `{path}`: `tokens` is no list of integers")
         elif not _text(line["prompt"]):
-            raise Refused(Problem(f"line {number} of `{path}`: `prompt` is no text of Unicode characters"))
+            raise Refused(f"line {number} of `{path}`: `prompt` is no text of Unicode characters")
         yield line
 
 

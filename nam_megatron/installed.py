@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from nam_megatron import process
-from nam_megatron.errors import Problem, Refused
+from nam_megatron.errors import Refused
 from nam_megatron.packages import PIP, adding, installed, missing
 from nam_megatron.targets import Target, current
 
@@ -43,7 +43,7 @@ def stack() -> Stack:
             f"is `{training}`" if training else "is not"
         )
         hint = f"one of the two is another Megatron's: `{PIP} install megatron-core=={current().pin}` has both"
-        raise Refused(Problem(message, hint=hint, law="two-megatrons"))
+        raise Refused(message, hint=hint, law="two-megatrons")
     return found
 
 
@@ -57,7 +57,7 @@ def ask(target: Target | None = None, engine: bool = False) -> Stack:
     """
     if sys.flags.optimize:
         message = "this Python leaves out every assertion: what Megatron asserts of a model would not be checked"
-        raise Refused(Problem(message, hint="start it without `-O`, and unset PYTHONOPTIMIZE", law="asserts-off"))
+        raise Refused(message, hint="start it without `-O`, and unset PYTHONOPTIMIZE", law="asserts-off")
     target, found = target or current(), stack()
     hint = f"install it: `{PIP} install megatron-core=={target.pin}`"
     if found.megatron_core is None:
@@ -65,13 +65,13 @@ def ask(target: Target | None = None, engine: bool = False) -> Stack:
     if found.megatron_core != target.pin:
         where = _folder(CORE)
         message = f"Megatron is {found.megatron_core} (`{where}`), and everything here is said of {target.pin}"
-        raise Refused(Problem(message, hint=hint, law="other-megatron"))
+        raise Refused(message, hint=hint, law="other-megatron")
     if engine and found.transformer_engine not in (None, target.te_version):
         message = (
             f"Transformer Engine is {found.transformer_engine}, and everything here was seen with {target.te_version}"
         )
         hint = f"`{PIP} install --no-build-isolation 'transformer-engine[pytorch]=={target.te_version}'`"
-        raise Refused(Problem(message, hint=hint, law="other-engine"))
+        raise Refused(message, hint=hint, law="other-engine")
     return found
 
 
@@ -84,7 +84,7 @@ def _folder(package: str) -> Path | None:
     except Exception as err:  # a parent of somebody's own, which Python has to run
         hint = f"{adding('megatron')} installs the tried one"
         raise Refused(
-            Problem(f"Megatron cannot be imported: {type(err).__name__}: {err}", hint=hint, law="megatron-broken")
+            f"Megatron cannot be imported: {type(err).__name__}: {err}", hint=hint, law="megatron-broken"
         ) from None
     places = list(spec.submodule_search_locations or ()) if spec else []
     return Path(places[0]) if places else None
@@ -105,13 +105,10 @@ def _megatron() -> str | None:
         }
         *numbers, more = (said[part] for part in PARTS)
     except (OSError, ValueError, SyntaxError, KeyError) as err:
-        hint = f"install megatron-core=={current().pin}"
         raise Refused(
-            Problem(
-                f"the Megatron in `{folder}` does not say of which version it is: {err}",
-                hint=hint,
-                law="megatron-without-version",
-            )
+            f"the Megatron in `{folder}` does not say of which version it is: {err}",
+            hint=f"install megatron-core=={current().pin}",
+            law="megatron-without-version",
         ) from None
     return ".".join(map(str, numbers)) + more
 

@@ -121,7 +121,7 @@ def text(written: str, name: str) -> str:
         root, tree = yaml.compose(written, Loader=yaml.SafeLoader), yaml.safe_load(written)
     except (yaml.YAMLError, RecursionError) as err:
         why = str(err).splitlines()[0]
-        raise Refused(Problem(f"`{name}` is no YAML: {why}", hint="mend it first", law="file-not-yaml")) from None
+        raise Refused(f"`{name}` is no YAML: {why}", hint="mend it first", law="file-not-yaml") from None
     if not isinstance(root, yaml.MappingNode) or not isinstance(tree, dict):
         return written
     package = PACKAGE.search(written)
@@ -143,7 +143,7 @@ def text(written: str, name: str) -> str:
         message = (
             f"`{name}` is written in a way that is left to you: anchors, braces around all of it, or a key said twice"
         )
-        raise Refused(Problem(message, hint=f"move {each}", law="file-not-migrated"))
+        raise Refused(message, hint=f"move {each}", law="file-not-migrated")
     if not under:
         return anew
     head = "# Of the preset, or an overlay, and not of this file:\n"
@@ -269,9 +269,7 @@ def command(words: Sequence[str]) -> int:
         except FileNotFoundError:
             raise Refused(not_there(Path(name))) from None
         except (OSError, ValueError) as err:
-            raise Refused(
-                Problem(f"`{name}` cannot be read: {err}", hint="name a YAML file", law="file-unreadable")
-            ) from None
+            raise Refused(f"`{name}` cannot be read: {err}", hint="name a YAML file", law="file-unreadable") from None
     return OK
 
 

@@ -92,9 +92,8 @@ def without_flash(find: Callable[[str], str | None]) -> Iterator[Problem]:
     """What is missing of FlashAttention 4. find: as without_quack's."""
     for package, version in FLASH_PACKAGES.items():
         if (found := find(package)) != version:
-            message = f"{package} is {found or 'not installed'}, and FlashAttention 4 was tried with {version} alone"
             yield Problem(
-                message,
+                f"{package} is {found or 'not installed'}, and FlashAttention 4 was tried with {version} alone",
                 key=FLASH_KEY,
                 hint=f"{FLASH_INSTALL}; or set `{FLASH_KEY}=transformer_engine`",
                 law="flash-missing",
@@ -108,9 +107,8 @@ def flash_attention(found: str | None, environ: Mapping[str, str]) -> Iterator[P
     found: the version of flash-attn-4, if it is installed.
     """
     if found and (value := environ.get(FLASH_CHOICE, "0")) != "0":
-        message = f"{FLASH_CHOICE} is `{value}`: Transformer Engine would take {FLASH} {found} by itself, and it may give zeros"
         yield Problem(
-            message,
+            f"{FLASH_CHOICE} is `{value}`: Transformer Engine would take {FLASH} {found} by itself, and it may give zeros",
             hint=f"set {FLASH_CHOICE}=0; `{FLASH_KEY}=flash_attention_4` calls it another way",
             law="flash-chosen-by-engine",
         )

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any, NoReturn
 
-from nam_megatron.errors import Problem, Refused
+from nam_megatron.errors import Refused
 from nam_megatron.launcher import called
 
 
@@ -14,4 +14,4 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         wanted = (one for one in self._actions if one.required or not one.option_strings)
         named = " ".join(" ".join((*one.option_strings[:1], str(one.metavar or one.dest))) for one in wanted)
-        raise Refused(Problem(message, hint=f"it is `{self.prog} {named}`; `{self.prog} --help` says more"))
+        raise Refused(message, hint=f"it is `{self.prog} {named}`; `{self.prog} --help` says more")

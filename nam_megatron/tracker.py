@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from nam_megatron.errors import Problem, Refused, not_there, raise_if
+from nam_megatron.errors import Refused, not_there, raise_if
 from nam_megatron.words.regular import closed, irregular
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -29,7 +29,7 @@ def newest(folder: Path, key: str | None = None) -> Path:
         if not folder.exists():
             raise Refused(not_there(folder, key)) from None
         raise Refused(
-            Problem(f"no checkpoint in `{folder}`", key=key, hint=f"it holds no `{TRACKER}`", law="checkpoint-missing")
+            f"no checkpoint in `{folder}`", key=key, hint=f"it holds no `{TRACKER}`", law="checkpoint-missing"
         ) from None
     except OSError as err:
         raise Refused(closed(err, key)) from None
@@ -38,10 +38,5 @@ def newest(folder: Path, key: str | None = None) -> Path:
     if said.isascii() and said.isdecimal() and len(said) < 10:
         return folder / f"iter_{int(said):07d}"
     raise Refused(
-        Problem(
-            f"`{tracker}` says `{said[:40]}`, which is no step",
-            key=key,
-            hint="write the step",
-            law="tracker-unreadable",
-        )
+        f"`{tracker}` says `{said[:40]}`, which is no step", key=key, hint="write the step", law="tracker-unreadable"
     )

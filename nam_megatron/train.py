@@ -71,7 +71,7 @@ def split(words: Sequence[str]) -> tuple[Path, tuple[str, ...]]:
     at = words.index("--nam-plan") if "--nam-plan" in words else len(words)
     if at + 1 >= len(words):
         hint = "`python -m nam_megatron.translate conf=NAME ... out=DIR` writes one, and DIR/run.sh, which starts the training"
-        raise Refused(Problem("no plan: the trainer trains what a plan file says", hint=hint, law="plan-missing"))
+        raise Refused("no plan: the trainer trains what a plan file says", hint=hint, law="plan-missing")
     return Path(words[at + 1]), (*words[:at], *words[at + 2 :])
 
 
@@ -237,7 +237,7 @@ def short_sockets() -> None:
     finally:
         tempfile.tempdir = kept
     problem = f"`{kept}` is too long a path for sockets, and {quoted(SHORT)} may not be written to"
-    raise Refused(Problem(problem, hint="let `TMPDIR` name a folder of a shorter path", law="not-writable"))
+    raise Refused(problem, hint="let `TMPDIR` name a folder of a shorter path", law="not-writable")
 
 
 def trained(words: Sequence[str], started: float, before: Callable[[], None] | None) -> int:

@@ -155,9 +155,7 @@ def write(lowering: Lowering, folder: Path) -> None:
             there = path.read_text(encoding="utf-8", errors="replace") if path.exists() else text
             if mark not in there:
                 hint = "name another folder, or take the file away"
-                raise Refused(
-                    Problem(f"`{path}` was not written by `translate`", key="out", hint=hint, law="file-of-others")
-                )
+                raise Refused(f"`{path}` was not written by `translate`", key="out", hint=hint, law="file-of-others")
             replaced += [name] if there != text else []
             parts[name].write_text(text, encoding="utf-8")
         parts["run.sh"].chmod(0o755)
@@ -195,9 +193,7 @@ def explain(lowering: Lowering, name: str, sources: Sources) -> str:
                 if close
                 else "a recipe key is written with its section: `explain=optim.lr`"
             )
-        raise Refused(
-            Problem(f"Megatron {target.pin} has no flag `{name}`", key="explain", hint=hint, law="flag-unknown")
-        )
+        raise Refused(f"Megatron {target.pin} has no flag `{name}`", key="explain", hint=hint, law="flag-unknown")
     s = lowering.by_name.get(flag.dest)
     if s is None:
         said = f"{flag.name}\n  not set by this recipe; Megatron's default is {_held(flag.default)}\n"
@@ -237,7 +233,7 @@ def explain_key(lowering: Lowering, key: str, sources: Sources) -> str:
     if config is None or last not in config.model_fields:
         close = likely(last, keys_at(parents))
         meant = f"did you mean `{'.'.join((*parents, close))}`?" if close else keys_hint(parents)
-        raise Refused(Problem(f"there is no key `{key}`", key="explain", hint=meant, law="key-unknown"))
+        raise Refused(f"there is no key `{key}`", key="explain", hint=meant, law="key-unknown")
     row = config.row(last)
     recipe = lowering.plan.recipe
     stands = all(value_at(recipe, ".".join(parents[: i + 1])) is not None for i in range(len(parents)))

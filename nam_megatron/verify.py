@@ -17,7 +17,7 @@ from nam_megatron import app, installed
 from nam_megatron.compile import argv
 from nam_megatron.compile.lower import Lowering, translate
 from nam_megatron.compile.plan import Seam
-from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, Problem, Refused, counted
+from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, Refused, counted
 from nam_megatron.judge.expect import FIELDS, compared, expected, worked_out
 from nam_megatron.recipe import Recipe
 from nam_megatron.runtime.oracle import Answer, Oracle
@@ -178,9 +178,7 @@ def task(recipe: Recipe, words: Mapping[str, Any], sources: Any) -> int:
     """Verify and print. stdout is the result."""
     form = words["format"]
     if form not in ("auto", "table", "json"):
-        raise Refused(
-            Problem(f"no format `{form}`", key="format", hint="there are: auto, table, json", law="format-unknown")
-        )
+        raise Refused(f"no format `{form}`", key="format", hint="there are: auto, table, json", law="format-unknown")
     sys.stderr.write(sources.unnamed_preset(recipe.preset.name))
     lowering = translate(recipe)
     installed.ask(lowering.target)  # before one is started

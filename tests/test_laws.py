@@ -11,6 +11,7 @@ import pytest
 import yaml
 from command import warm
 from test_lower import REFUSALS, problems_of
+from test_said_right import said_of
 
 from nam_megatron.laws import book
 from nam_megatron.laws.found import FOUND
@@ -73,11 +74,12 @@ READERS = [*(ROOT / "nam_megatron" / "recipe").glob("*.py"), *(ROOT / "nam_megat
 
 
 def ids(path):
-    """Of each `Problem(...)` of a file: the id that is written there; None where none is."""
+    """Of each problem that a file makes, or refuses with: the id that is written there; None where none is."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Problem":
+        if isinstance(node, ast.Call) and said_of(node):
             law = next((word.value for word in node.keywords if word.arg == "law"), None)
-            yield law.value if isinstance(law, ast.Constant) else None
+            if not (isinstance(law, ast.Name) and path.stem == "errors"):  # `Refused` hands its own on
+                yield law.value if isinstance(law, ast.Constant) else None
 
 
 def test_what_is_refused_beside_a_plan_has_an_id_and_each_id_is_met():

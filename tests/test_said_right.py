@@ -1,6 +1,7 @@
 """What stands at which place of a message, in every source: a key where a key belongs, and words where words do."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ SOURCES = sorted(
     path
     for folder in ("nam_megatron", "launch")
     for path in (ROOT / folder).rglob("*.py")
-    if "Problem(" in path.read_text()
+    if re.search(r"\b(Problem|Refused)\(", path.read_text())
 )
 
 
@@ -24,13 +25,20 @@ def text(node: ast.expr | None) -> str | None:
     return None
 
 
+def said_of(call: ast.Call) -> bool:
+    """Whether it makes a problem, or refuses with what it says; not with problems that others have made."""
+    name = getattr(call.func, "id", "")
+    return name == "Problem" or (name == "Refused" and (bool(call.keywords) or text(call.args[0]) is not None))
+
+
 def said_wrong(call: ast.Call) -> bool:
-    message, key, hint = (text(node) for node in [*call.args, None, None, None][:3])
+    named = {word.arg: word.value for word in call.keywords}
+    message, key, hint = (text(node) for node in (call.args[0], named.get("key"), named.get("hint")))
     return any(
         (
             message and " " not in message,
             key is not None and any(c in key for c in " `;"),
-            hint is not None and not any(c in hint for c in " `/"),
+            hint is not None and not any(c in hint for c in " `/="),
         )
     )
 
@@ -38,5 +46,4 @@ def said_wrong(call: ast.Call) -> bool:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_problem_has_a_message_a_key_and_a_hint_in_this_order(path):
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    named = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "Problem"]
-    assert [ast.unparse(call) for call in named if said_wrong(call)] == []
+    assert [ast.unparse(call) for call in calls if said_of(call) and said_wrong(call)] == []

@@ -14,7 +14,7 @@ from typing import Any
 
 from launch.host.bounded import ask
 from launch.record import receipt
-from nam_megatron.errors import Problem, Refused
+from nam_megatron.errors import Refused
 from nam_megatron.words.whole import write_whole
 
 WORDS = ("nvidia-smi", "-L")
@@ -52,15 +52,13 @@ def named(root: Path, found: Mapping[str, str | None], asked: str | None) -> str
             return mine
         if not NAME.fullmatch(asked):
             raise Refused(
-                Problem(
-                    f"`{asked}` is no name of a host", key="host", hint="letters, digits, `.`, `_` and `-`, at most 40"
-                )
+                f"`{asked}` is no name of a host", key="host", hint="letters, digits, `.`, `_` and `-`, at most 40"
             )
         if mine:
-            raise Refused(Problem(f"this host is called `{mine}`", key="host", hint=f"`host={mine}`, or leave it out"))
+            raise Refused(f"this host is called `{mine}`", key="host", hint=f"`host={mine}`, or leave it out")
         if asked in names:
             hint = f"another name; where that host's GPUs were replaced, take its line out of `{root / HOSTS}`"
-            raise Refused(Problem(f"another host is called `{asked}`", key="host", hint=hint))
+            raise Refused(f"another host is called `{asked}`", key="host", hint=hint)
         with receipt.writing(root):
             write_whole(root / HOSTS, json.dumps(names | {asked: here}, indent=1) + "\n")
         return asked
@@ -77,7 +75,7 @@ def hosts(root: Path) -> dict[str, str]:
         return {}
     except (OSError, ValueError, RecursionError) as err:
         hint = "move it away: hosts get their names anew"
-        raise Refused(Problem(f"`{root / HOSTS}` cannot be read: {err}", key="host", hint=hint)) from None
+        raise Refused(f"`{root / HOSTS}` cannot be read: {err}", key="host", hint=hint) from None
 
 
 def of(content: Mapping[str, Any]) -> tuple[str, ...] | None:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from launch.host import changes
 from launch.host.patches import Queue, find, installed, objections, queues
-from nam_megatron.errors import FINDINGS, OK, Problem, Refused, raise_if, writing
+from nam_megatron.errors import FINDINGS, OK, Refused, raise_if, writing
 from nam_megatron.events import digest
 from nam_megatron.words.whole import write_whole
 
@@ -56,21 +56,19 @@ def apply(queue: Queue, root: Path, commits: bool = False) -> str:
 def _apply(queue: Queue, root: Path, commits: bool) -> str:
     state = queue.state(root)
     if commits and (root / ".git").exists():
-        raise Refused(Problem(f"`{root}` is a repository already", hint="unpack the wheel into an empty folder"))
+        raise Refused(f"`{root}` is a repository already", hint="unpack the wheel into an empty folder")
     if state == "patched" and not commits:
         return f"{queue.name}: patched already"
     if state != "pristine":
         hint = f"unpack {queue.source} into an empty folder"
-        raise Refused(Problem(f"`{root}` holds no pristine {queue.name}: tree {queue.tree(root)}", hint=hint))
+        raise Refused(f"`{root}` holds no pristine {queue.name}: tree {queue.tree(root)}", hint=hint)
     with tempfile.TemporaryDirectory(prefix="nam_megatron_patch_") as work:
         copy = Path(work)
         _am(queue, root, copy)
         if (found := queue.tree(copy)) != queue.after:
             raise Refused(
-                Problem(
-                    f"the patched {queue.name} has tree {found}, and pin.toml says {queue.after}",
-                    hint="export the series again",
-                )
+                f"the patched {queue.name} has tree {found}, and pin.toml says {queue.after}",
+                hint="export the series again",
             )
         _record(queue, root, copy)
         _finish(queue, root)
@@ -85,9 +83,7 @@ def export(queue: Queue, repo: Path) -> str:
     """Write the commits of `repo` since the tag `pristine` as the queue's series, with its hashes."""
     tracked = _git(repo, "ls-files", "--", *queue.packages)
     if _git(repo, "status", "--porcelain", "--untracked-files=no") or not tracked:
-        raise Refused(
-            Problem(f"`{repo}` has uncommitted changes or no `{queue.packages[0]}`", hint="commit them first")
-        )
+        raise Refused(f"`{repo}` has uncommitted changes or no `{queue.packages[0]}`", hint="commit them first")
     with tempfile.TemporaryDirectory(prefix="nam_megatron_patch_") as work:
         out, base = Path(work, "series"), Path(work, "base")
         _git(
@@ -95,12 +91,12 @@ def export(queue: Queue, repo: Path) -> str:
         )
         names = tuple(sorted(p.name for p in out.glob("*.patch"))) if out.exists() else ()
         if not names:
-            raise Refused(Problem(f"`{repo}` has no commits after `{BASE_TAG}`"))
+            raise Refused(f"`{repo}` has no commits after `{BASE_TAG}`")
         _git(repo, "worktree", "add", "--detach", str(base), BASE_TAG)
         before = queue.tree(base)
         _git(repo, "worktree", "remove", "--force", str(base))
         if before != queue.before:
-            raise Refused(Problem(f"`{BASE_TAG}` in `{repo}` is no pristine {queue.name}: tree {before}"))
+            raise Refused(f"`{BASE_TAG}` in `{repo}` is no pristine {queue.name}: tree {before}")
         made = Queue(out, queue.project, queue.version, queue.packages, queue.source, before, queue.tree(repo), names)
         raise_if(objections(made))
         for old in queue.folder.glob("*.patch"):
@@ -126,20 +122,17 @@ def command(words: Sequence[str], options: dict[str, str]) -> int:
     verb, project = (*words, None, None)[:2]
     if verb not in verbs or len(words) > 2:
         raise Refused(
-            Problem("`patch` takes list, apply, verify or export, and a project", hint="python -m launch patch verify")
+            "`patch` takes list, apply, verify or export, and a project", hint="python -m launch patch verify"
         )
     if verb == "list":
         return show(project, options.get("format", "text"))
     onto = Path(options["onto"]) if "onto" in options else None
     if onto is not None and not onto.is_dir():
-        raise Refused(Problem(f"`{onto}` is no folder", key="onto"))
+        raise Refused(f"`{onto}` is no folder", key="onto")
     if verb == "export":
         if onto is None:
             raise Refused(
-                Problem(
-                    "`export` needs a repository",
-                    hint="`onto=DIR`, made with `patch apply PROJECT onto=DIR commits=true`",
-                )
+                "`export` needs a repository", hint="`onto=DIR`, made with `patch apply PROJECT onto=DIR commits=true`"
             )
         print(export(find(project), onto))
         return OK
@@ -155,7 +148,7 @@ def show(project: str | None, form: str) -> int:
     from nam_megatron.mends.series import SERIES
 
     if form not in changes.FORMATS:
-        raise Refused(Problem(f"`format` is {' or '.join(changes.FORMATS)}, not `{form}`", key="format"))
+        raise Refused(f"`format` is {' or '.join(changes.FORMATS)}, not `{form}`", key="format")
     chosen, series = ([find(project)], ()) if project else (queues(), SERIES)
     raise_if(problem for queue in chosen for problem in objections(queue))
     print("\n".join(getattr(changes, form)(list(changes.changes(chosen, series)))))
@@ -272,10 +265,10 @@ def _git(where: Path, *words: str) -> str:
     try:
         done = subprocess.run(["git", *words], cwd=where, capture_output=True, text=True, timeout=120, env=_clean())
     except (OSError, subprocess.TimeoutExpired) as err:
-        raise Refused(Problem(f"git cannot be run: {err}", hint="install git")) from None
+        raise Refused(f"git cannot be run: {err}", hint="install git") from None
     if done.returncode:
         said = "\n".join(l for l in (done.stdout + done.stderr).splitlines() if l.strip() and not l.startswith("hint:"))
-        raise Refused(Problem(f"`git {next(w for w in words if w in GIT_VERBS)}` failed:\n{said}"))
+        raise Refused(f"`git {next(w for w in words if w in GIT_VERBS)}` failed:\n{said}")
     return done.stdout
 
 

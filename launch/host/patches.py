@@ -77,9 +77,7 @@ def read(folder: Path) -> Queue:
         )
     except (OSError, ValueError, KeyError, TypeError) as err:
         why = f"{err.strerror}: `{Path(err.filename or folder).name}`" if isinstance(err, OSError) else err
-        raise Refused(
-            Problem(f"`{shown(folder)}` is no patch queue: {why}", hint="it needs pin.toml and series")
-        ) from None
+        raise Refused(f"`{shown(folder)}` is no patch queue: {why}", hint="it needs pin.toml and series") from None
 
 
 def find(project: str | None) -> Queue:
@@ -87,10 +85,8 @@ def find(project: str | None) -> Queue:
     found = [q for q in known if project in (None, q.project)]
     if len(found) != 1:
         raise Refused(
-            Problem(
-                f"no patches for `{project}`" if project else "which project?",
-                hint=f"there are: {quoted(q.name for q in known)}",
-            )
+            f"no patches for `{project}`" if project else "which project?",
+            hint=f"there are: {quoted(q.name for q in known)}",
         )
     return found[0]
 
@@ -129,7 +125,7 @@ def installed(queue: Queue) -> Path:
     for root in roots:
         if (root / queue.packages[0]).is_dir():
             return root
-    raise Refused(Problem(f"`{queue.packages[0]}` is not installed here", hint="name a folder: `onto=DIR`"))
+    raise Refused(f"`{queue.packages[0]}` is not installed here", hint="name a folder: `onto=DIR`")
 
 
 def shown(path: Path) -> str:

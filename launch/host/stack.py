@@ -104,7 +104,7 @@ def load(path: Path = LOCK) -> Lock:
         why = f"it has no `{err.args[0]}`"
     except (ValueError, TypeError) as err:
         why = str(err)
-    raise Refused(Problem(f"`{path}` is no lock file: {why}", key="lock", hint=f"see launch/{LOCK.name}"))
+    raise Refused(f"`{path}` is no lock file: {why}", key="lock", hint=f"see launch/{LOCK.name}")
 
 
 def _package(entry: Mapping[str, Any]) -> Package:
@@ -352,7 +352,7 @@ def requirements() -> list[str]:
 def command(names: Sequence[str], options: Mapping[str, str]) -> int:
     """python -m launch stack [lock=FILE] [wheels=FOLDER] [disk=FOLDER] [also=flash,quack]"""
     if names:
-        raise Refused(Problem("`stack` takes no names", hint=(command.__doc__ or "").strip()))
+        raise Refused("`stack` takes no names", hint=(command.__doc__ or "").strip())
     folders = {key: Path(options[key]) for key in ("wheels", "disk") if key in options}
     also = tuple(filter(None, options.get("also", "").split(",")))
     raise_if(

@@ -66,9 +66,9 @@ FIGURES = (
 def command(words: Sequence[str], options: Mapping[str, str]) -> int:
     if len(words) < 2:
         example = "python -m launch compare receipts/A receipts/B"
-        raise Refused(Problem("`compare` takes two receipts or more", hint=example))
+        raise Refused("`compare` takes two receipts or more", hint=example)
     if (anyway := options.get("anyway", "false")) not in ("true", "false"):
-        raise Refused(Problem(f"`anyway` is true or false, not `{anyway}`"))
+        raise Refused(f"`anyway` is true or false, not `{anyway}`")
     print(table([read(named(word, CHECKOUT / "receipts")) for word in words], anyway == "true"), end="")
     return OK
 

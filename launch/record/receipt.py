@@ -32,7 +32,7 @@ from typing import Any
 
 from launch.record.redact import Redactor
 from nam_megatron import errors
-from nam_megatron.errors import Problem, Refused, quoted, raise_if
+from nam_megatron.errors import Refused, quoted, raise_if
 from nam_megatron.recipe import at
 from nam_megatron.words import whole
 from nam_megatron.words.regular import irregular
@@ -105,7 +105,7 @@ class Receipt:
         """Write it over one that we wrote before, and over no other: a seal is for good."""
         if self._written and self._stands() not in self._written:
             hint = "nothing was overwritten; the log beside it is this run's own"
-            raise Refused(Problem(f"`{self.folder / FILE}` was changed by somebody else during the run", hint=hint))
+            raise Refused(f"`{self.folder / FILE}` was changed by somebody else during the run", hint=hint)
         # Before it is written: what fails after the file has its name has written it all the same.
         self._written.append(content["seal"])
         write(self.folder, content)
@@ -136,11 +136,7 @@ def open_receipt(root: Path, preset: str, content: Mapping[str, Any], redactor: 
     run = f"{now:%Y%m%dT%H%M%SZ}-{preset}-{secrets.token_hex(3)}"
     if not RUN.fullmatch(run):
         raise Refused(
-            Problem(
-                f"`{preset}` cannot be part of a folder's name",
-                key="preset.name",
-                hint="letters, digits, `_`, `-`, `.`",
-            )
+            f"`{preset}` cannot be part of a folder's name", key="preset.name", hint="letters, digits, `_`, `-`, `.`"
         )
     # Under a name of its own until there is a receipt in it, so that a kill leaves no folder that looks like a run.
     opening, folder = root / f"{OPENING}{run}", root / run
@@ -192,9 +188,7 @@ def named(word: str, root: Path) -> Path:
     every = folders(root) + folders(root / ARCHIVE)
     found = [f for f in every if f.name.startswith(path.name)] or [f for f in every if path.name in f.name]
     if len(found) > 1:
-        raise Refused(
-            Problem(f"{len(found)} runs are called `{word}...` in `{root}`", hint=quoted(f.name for f in found[-5:]))
-        )
+        raise Refused(f"{len(found)} runs are called `{word}...` in `{root}`", hint=quoted(f.name for f in found[-5:]))
     return found[0] if found else path
 
 
@@ -207,13 +201,11 @@ def read(path: Path) -> dict[str, Any]:
     try:
         there = path.exists()
     except OSError as err:
-        raise Refused(Problem(f"`{path}` cannot be looked at: {err.strerror}", hint="let this user read it")) from None
+        raise Refused(f"`{path}` cannot be looked at: {err.strerror}", hint="let this user read it") from None
     if not there:
         here = "" if path.is_absolute() else f" in `{Path.cwd()}`"
         raise Refused(
-            Problem(
-                f"there is no `{path}`{here}", hint="`python -m launch receipts` lists runs; name one, or its folder"
-            )
+            f"there is no `{path}`{here}", hint="`python -m launch receipts` lists runs; name one, or its folder"
         )
     path = path / FILE if path.is_dir() else path
     raise_if(irregular([path]))
@@ -229,23 +221,19 @@ def read(path: Path) -> dict[str, Any]:
         json.dumps(content, ensure_ascii=False).encode()  # half a surrogate is no text
     except (OSError, ValueError, RecursionError) as err:
         why = err.strerror if isinstance(err, OSError) else err
-        raise Refused(Problem(f"`{path}` is no receipt: {why}", hint=hint)) from None
+        raise Refused(f"`{path}` is no receipt: {why}", hint=hint) from None
     if not isinstance(content, dict) or content.get("schema") not in (SCHEMA, FIRST):
-        raise Refused(Problem(f"`{path}` is no receipt of schema `{SCHEMA}`", hint=hint))
+        raise Refused(f"`{path}` is no receipt of schema `{SCHEMA}`", hint=hint)
     if content.get("state") not in STATES or not isinstance(content.get("run"), str):
-        raise Refused(Problem(f"`{path}` is a damaged receipt", hint=hint))
+        raise Refused(f"`{path}` is a damaged receipt", hint=hint)
     if wrong := misshapen(content):
-        raise Refused(Problem(f"`{path}` is a damaged receipt: {quoted(wrong)} of another type or size", hint=hint))
+        raise Refused(f"`{path}` is a damaged receipt: {quoted(wrong)} of another type or size", hint=hint)
     unsealed = content["schema"] == FIRST and content["state"] == "open"
     if not unsealed and content.get("seal") != digest(content):
-        raise Refused(
-            Problem(f"`{path}` was changed after it was sealed", hint="a receipt that was edited is no receipt")
-        )
+        raise Refused(f"`{path}` was changed after it was sealed", hint="a receipt that was edited is no receipt")
     folder = path.absolute().parent
     if content["run"] != folder.name and not folder.name.startswith(OPENING):
-        raise Refused(
-            Problem(f"`{path}` is the receipt of `{content['run']}`", hint="it belongs into a folder of that name")
-        )
+        raise Refused(f"`{path}` is the receipt of `{content['run']}`", hint="it belongs into a folder of that name")
     hashes = found if isinstance(found := content.get("files"), dict) else {}
     # A file of events that came later would be read as this run's.
     come = folder.glob(EVENTS) if content["state"] == "sealed" and content["schema"] == SCHEMA else ()
@@ -254,10 +242,7 @@ def read(path: Path) -> dict[str, Any]:
     changed += [n for n, was in hashed.items() if Path(n).name != n or file_hash(folder / n) not in (None, was)]
     if changed:
         raise Refused(
-            Problem(
-                f"{quoted(changed)} of `{folder}` changed after the receipt was sealed",
-                hint="they are not what it says",
-            )
+            f"{quoted(changed)} of `{folder}` changed after the receipt was sealed", hint="they are not what it says"
         )
     return content
 
@@ -323,9 +308,7 @@ def folders(root: Path) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as err:
-        raise Refused(
-            Problem(f"`{root}` cannot be looked into: {err.strerror}", hint="let this user read it")
-        ) from None
+        raise Refused(f"`{root}` cannot be looked into: {err.strerror}", hint="let this user read it") from None
     return sorted(Path(p) for p in names if not p.name.startswith(OPENING) and _holds_one(Path(p)))
 
 
@@ -437,14 +420,12 @@ def kept_of(root: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except PermissionError:
-        raise Refused(Problem(f"`{root / CHAIN}` may not be read", hint="let this user read it")) from None
+        raise Refused(f"`{root / CHAIN}` may not be read", hint="let this user read it") from None
     except (OSError, ValueError, RecursionError) as err:
-        raise Refused(
-            Problem(f"`{root / CHAIN}` cannot be read: {err}", hint="move it away: a new chain begins")
-        ) from None
+        raise Refused(f"`{root / CHAIN}` cannot be read: {err}", hint="move it away: a new chain begins") from None
     types = {"id": str, "salt": str, "number": int, "last": str | None, "pending": str | None}
     if not isinstance(kept, dict) or not all(k in kept and isinstance(kept[k], kind) for k, kind in types.items()):
-        raise Refused(Problem(f"`{root / CHAIN}` is damaged", hint="move it away: a new chain begins"))
+        raise Refused(f"`{root / CHAIN}` is damaged", hint="move it away: a new chain begins")
     return kept
 
 

@@ -34,14 +34,12 @@ SHORTEST = 12  # hex digits of a seal that nobody finds twice
 
 def command(words: Sequence[str], options: Mapping[str, str]) -> int:
     if len(words) > 1:
-        raise Refused(Problem("`receipts` lists one folder", hint="python -m launch receipts DIR end=completed"))
+        raise Refused("`receipts` lists one folder", hint="python -m launch receipts DIR end=completed")
     signers = Path(options["signers"]) if "signers" in options else None
     asked = {key: options[key] for key in CHOICES if key in options}
     full = options.get("full") == "true"
     if "head" in options and len(options["head"]) < SHORTEST:
-        raise Refused(
-            Problem(f"`head` is {SHORTEST} digits of a seal or more", key="head", hint="as `receipts` printed it")
-        )
+        raise Refused(f"`head` is {SHORTEST} digits of a seal or more", key="head", hint="as `receipts` printed it")
     raise_if(
         Problem(f"no {key} `{word}`", key=key, hint=f"there are: {', '.join(CHOICES[key])}")
         for key, word in asked.items()
@@ -49,9 +47,7 @@ def command(words: Sequence[str], options: Mapping[str, str]) -> int:
     )
     root = Path(words[0]) if words else RECEIPTS
     if not root.is_dir():
-        raise Refused(
-            Problem(f"`{root}` is no folder", hint="name a folder of runs; none: `receipts/` of this checkout")
-        )
+        raise Refused(f"`{root}` is no folder", hint="name a folder of runs; none: `receipts/` of this checkout")
     for run in receipt.seal_lost(root, outcome.of_run):
         sys.stderr.write(f"note: {run} lost its launcher; it is sealed now\n")
     folders, listed, old, code = receipt.folders(root), 0, False, OK

@@ -22,7 +22,7 @@ from launch.record.receipts import RECEIPTS
 from launch.run.terminal import printable
 from nam_megatron import migrate
 from nam_megatron.blocks.kinds import KINDS
-from nam_megatron.errors import OK, Problem, Refused, raise_if
+from nam_megatron.errors import OK, Refused, raise_if
 from nam_megatron.events import FILE
 from nam_megatron.recipe import at
 from nam_megatron.rehearsal import NOTE
@@ -55,10 +55,10 @@ margin-right:5px;vertical-align:-1px}.banner{border:2px solid var(--bad);border-
 
 def command(words: Sequence[str], options: Mapping[str, str]) -> int:
     if (anyway := options.get("anyway", "false")) not in ("true", "false"):
-        raise Refused(Problem(f"`anyway` is true or false, not `{anyway}`"))
+        raise Refused(f"`anyway` is true or false, not `{anyway}`")
     found = [named(word, RECEIPTS) for word in words] or newest(RECEIPTS)
     if not found:
-        raise Refused(Problem(f"there is no run in `{RECEIPTS}`", hint="name the folder of one"))
+        raise Refused(f"there is no run in `{RECEIPTS}`", hint="name the folder of one")
     places = [path.parent if path.is_file() else path for path in found]
     if len(words) != 1:  # none, or what a shell made of `*`
         said = f"a page of {len(places)} runs: " if words else "no run is named; this is the newest: "
@@ -87,11 +87,11 @@ def put(out: Path, text: str) -> None:
     raise_if(irregular((out,), "out"))
     try:
         if out.exists() and MADE_BY not in out.read_text(encoding="utf-8", errors="replace")[:2000]:
-            raise Refused(Problem(f"`{out}` is there, and no report", key="out", hint="`out=FILE` names another file"))
+            raise Refused(f"`{out}` is there, and no report", key="out", hint="`out=FILE` names another file")
         write_whole(out, text)
     except OSError as err:
         raise Refused(
-            Problem(f"cannot write `{out}`: {err.strerror}", key="out", hint="`out=FILE` names another file")
+            f"cannot write `{out}`: {err.strerror}", key="out", hint="`out=FILE` names another file"
         ) from None
 
 
@@ -150,7 +150,7 @@ def _kernels(path: Path) -> Mapping[str, Any] | None:
         }  # fmt: skip
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as err:
         raise Refused(
-            Problem(f"`{path}` is no table of kernels: {err}", hint="made by `python benchmarks/kernels.py`")
+            f"`{path}` is no table of kernels: {err}", hint="made by `python benchmarks/kernels.py`"
         ) from None
 
 

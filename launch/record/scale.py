@@ -97,7 +97,7 @@ class Step(NamedTuple):
 
 def command(words: Sequence[str], options: Mapping[str, str]) -> int:
     if len(words) != 1:
-        raise Refused(Problem("`scale` takes one run", hint="python -m launch scale receipts/RUN gpus=1,2,4,8"))
+        raise Refused("`scale` takes one run", hint="python -m launch scale receipts/RUN gpus=1,2,4,8")
     gpus = [whole("gpus", word, MOST) for word in options.get("gpus", "1,2,4,8").split(",")]
     batch = whole("batch", options["batch"], MOST) if "batch" in options else None
     network = _rate(options["network"]) if "network" in options else None
@@ -128,9 +128,7 @@ def forecast(run: Mapping, gpus: Sequence[int], batch: int | None = None, networ
     micro = recipe.schedule.micro_batch_size
     raise_if([*_only_data(recipe), *_of_hosts((*gpus, ours), network), *_even(micro, gpus, batch)])
     if not (each := recipe.schedule.global_batch_size // (micro * ours)):
-        raise Refused(
-            Problem(f"`{run['run']}` has less than a microbatch on each of {ours} GPUs", hint="take another run")
-        )
+        raise Refused(f"`{run['run']}` has less than a microbatch on each of {ours} GPUs", hint="take another run")
     scale = Scale.of(translate(recipe).plan, network or 0.0)
     took = {hide: scale.microbatch(ms / 1e3, ours, each, hide) for hide in (False, True)}
     steps = []
@@ -146,9 +144,9 @@ def measured(run: Mapping) -> tuple[float, int]:
     ms, gpus = at(run, "outcome.figures.window.median_ms"), at(run, "job.world")
     hint = "take a run that `launch receipts end=completed` lists, of a few steps more"
     if at(run, "outcome.end") != "completed" or not (isinstance(ms, int | float) and ms > 0 and gpus):
-        raise Refused(Problem(f"`{run['run']}` has no measured step: it is not completed, or too short", hint=hint))
+        raise Refused(f"`{run['run']}` has no measured step: it is not completed, or too short", hint=hint)
     if at(run, "recipe.cluster.processor") == "cpu":
-        raise Refused(Problem(f"`{run['run']}` ran on a CPU", hint="take a run on GPUs"))
+        raise Refused(f"`{run['run']}` ran on a CPU", hint="take a run on GPUs")
     return ms, gpus
 
 
@@ -158,7 +156,7 @@ def _recipe(run: Mapping) -> Recipe:
         return from_tree({"assumptions": {}, **tree, "preset": {"about": "a run", **tree["preset"]}})
     except (Refused, KeyError, TypeError):
         hint = "take a run of this version, or one not much older"
-        raise Refused(Problem(f"the recipe of `{run['run']}` is no recipe any more", hint=hint)) from None
+        raise Refused(f"the recipe of `{run['run']}` is no recipe any more", hint=hint) from None
 
 
 def _only_data(recipe: Recipe):
@@ -168,8 +166,7 @@ def _only_data(recipe: Recipe):
             yield Problem(f"only data parallelism is forecast, not {size} ranks", key=f"parallel.{key}", hint=why)
     for name in ("megatron_fsdp", "muon", "lora"):
         if (feature := getattr(recipe.feature, name)) and feature.on:
-            said = "only Adam over all weights under DDP is forecast"
-            yield Problem(said, key=f"feature.{name}", hint=why)
+            yield Problem("only Adam over all weights under DDP is forecast", key=f"feature.{name}", hint=why)
 
 
 def _of_hosts(gpus: Sequence[int], network: float | None):
@@ -196,5 +193,5 @@ def _rate(word: str) -> float:
     except ValueError:
         rate = 0.0
     if not 0.001 <= rate <= MOST:
-        raise Refused(Problem(f"`{word}` is no rate in GB/s", key="network", hint="network=50"))
+        raise Refused(f"`{word}` is no rate in GB/s", key="network", hint="network=50")
     return rate

@@ -30,18 +30,14 @@ def sign(folder: Path, key: str) -> None:
     done = _keygen("sign", "-f", key, "-n", PURPOSE, str(folder / FILE))
     if done.returncode or not (folder / SIGNATURE).is_file():
         said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise Refused(
-            Problem(f"`{folder / FILE}` is sealed and not signed: {said}", key="sign", hint="ssh-keygen said so")
-        )
+        raise Refused(f"`{folder / FILE}` is sealed and not signed: {said}", key="sign", hint="ssh-keygen said so")
 
 
 def signer(folder: Path, signers: Path) -> str | None:
     """Who of `signers` signed the receipt as it lies there; None for nobody. Raises Refused where ssh-keygen cannot be asked."""
     if not signers.is_file():
         raise Refused(
-            Problem(
-                f"no file of allowed signers `{signers}`", key="signers", hint="see ALLOWED SIGNERS in ssh-keygen(1)"
-            )
+            f"no file of allowed signers `{signers}`", key="signers", hint="see ALLOWED SIGNERS in ssh-keygen(1)"
         )
     if kind(folder / SIGNATURE):  # a pipe, which would be waited for
         return None
@@ -60,4 +56,4 @@ def _keygen(what: str, *words: str, said: bytes = b"") -> subprocess.CompletedPr
     try:
         return subprocess.run(command, input=said, capture_output=True, timeout=SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as err:
-        raise Refused(Problem(f"`ssh-keygen -Y {what}` cannot be run: {err}", hint="OpenSSH 8.2 or newer")) from None
+        raise Refused(f"`ssh-keygen -Y {what}` cannot be run: {err}", hint="OpenSSH 8.2 or newer") from None

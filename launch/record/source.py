@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.finding import Finding
-from nam_megatron.errors import Problem, Refused
+from nam_megatron.errors import Refused
 from nam_megatron.launcher import BESIDE
 from nam_megatron.words.tree import blobs, tree_hash
 
@@ -52,7 +52,7 @@ def read(checkout: Path, receipts: Path, handed_in: str | None) -> Source:
     Raises Refused where what was handed in is no git hash, or not this checkout's.
     """
     if handed_in is not None and not REVISION.fullmatch(handed_in):
-        raise Refused(Problem(f"`{handed_in}` is no git revision", key="revision", hint="7 to 40 hexadecimal digits"))
+        raise Refused(f"`{handed_in}` is no git revision", key="revision", hint="7 to 40 hexadecimal digits")
     if BESIDE.is_dir():  # a wheel: the checkout around it, if there is one, is somebody else's
         roots = {"nam_megatron": BESIDE.parent.parent, "launch": BESIDE}
         return Source(
@@ -65,9 +65,7 @@ def read(checkout: Path, receipts: Path, handed_in: str | None) -> Source:
     head = (_git(checkout, "rev-parse", "--verify", "HEAD") or "").strip() or None
     if handed_in is not None and head is not None and not head.startswith(handed_in):
         hint = "leave `revision` out, or check it out"
-        raise Refused(
-            Problem(f"revision {handed_in} was handed in, and this checkout is at {head}", key="revision", hint=hint)
-        )
+        raise Refused(f"revision {handed_in} was handed in, and this checkout is at {head}", key="revision", hint=hint)
     inside = receipts.resolve().is_relative_to(checkout.resolve())
     but = [f":(exclude){receipts.resolve().relative_to(checkout.resolve())}"] if inside else []
     return Source(head, handed_in, True, difference(checkout, [".", *but]), trees)

@@ -23,7 +23,7 @@ from launch.record.redact import MARK
 from launch.run import hang
 from launch.run.terminal import printable
 from launch.words import whole
-from nam_megatron.errors import FINDINGS, OK, Problem, Refused
+from nam_megatron.errors import FINDINGS, OK, Refused
 from nam_megatron.launcher import called
 from nam_megatron.recipe import at
 
@@ -63,15 +63,13 @@ class Status:
 
 def command(words: Sequence[str], options: Mapping[str, str]) -> int:
     if len(words) > 1:
-        raise Refused(Problem("`status` looks at one folder", hint="python -m launch status DIR"))
+        raise Refused("`status` looks at one folder", hint="python -m launch status DIR")
     if (form := options.get("format", "text")) not in FORMATS:
-        raise Refused(Problem(f"no format `{form}`", key="format", hint=f"there are: {', '.join(FORMATS)}"))
+        raise Refused(f"no format `{form}`", key="format", hint=f"there are: {', '.join(FORMATS)}")
     silent = whole("silent", options.get("silent", "600"), 999_999)
     root = Path(words[0]) if words else RECEIPTS
     if not root.is_dir():
-        raise Refused(
-            Problem(f"`{root}` is no folder", hint="name a folder of runs; none: `receipts/` of this checkout")
-        )
+        raise Refused(f"`{root}` is no folder", hint="name a folder of runs; none: `receipts/` of this checkout")
     found = [status(folder, silent, time.time()) for folder in receipt.folders(root)]
     sys.stdout.write({"text": text, "json": as_json, "prometheus": prometheus}[form](found))
     return FINDINGS if any(one.bad for one in found) else OK

@@ -20,7 +20,7 @@ from launch.record import events, oom, receipt, steps
 from launch.record.receipts import RECEIPTS
 from launch.run import hang
 from launch.words import whole
-from nam_megatron.errors import OK, Problem, Refused
+from nam_megatron.errors import OK, Refused
 
 PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 DUMP = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -44,9 +44,7 @@ class Rank:
 
 def command(names: Sequence[str], options: Mapping[str, str]) -> int:
     if len(names) != 1:
-        raise Refused(
-            Problem("which run?", hint="`python -m launch inspect RUN`; `python -m launch receipts` lists them")
-        )
+        raise Refused("which run?", hint="`python -m launch inspect RUN`; `python -m launch receipts` lists them")
     seconds = whole("seconds", options.get("seconds", "10"), 600)
     folder = find(names[0], Path(options["receipts"]) if "receipts" in options else RECEIPTS)
     for line in report(folder, receipt.read(folder), seconds):
@@ -62,7 +60,7 @@ def find(name: str, root: Path) -> Path:
     if len(found) != 1:
         said = f"{len(found)} runs" if found else "no run"
         hint = ", ".join(f.name for f in found[-5:]) or "`python -m launch receipts` lists them"
-        raise Refused(Problem(f"{said} `{name}` in `{root}`", hint=hint))
+        raise Refused(f"{said} `{name}` in `{root}`", hint=hint)
     return found[0]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from launch.host import linux
 from launch.run.slurm import JOB
-from nam_megatron.errors import Problem, Refused
+from nam_megatron.errors import Refused
 
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
@@ -47,7 +47,7 @@ class Process:
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )  # fmt: skip
         except OSError as err:
-            raise Refused(Problem(f"`{words[0]}` cannot be started: {err.strerror}")) from None
+            raise Refused(f"`{words[0]}` cannot be started: {err.strerror}") from None
         self._srun, self._job, self._environ = words[0] == "srun", environ.get(JOB), dict(environ)
         assert self._popen.stdout is not None, "started with a pipe"
         self._pipe = self._popen.stdout

@@ -23,7 +23,7 @@ from launch.run.process import Interrupted, Process, Signals, ignore
 from launch.run.terminal import Terminal
 from nam_megatron import migrate
 from nam_megatron.compile.argv import plan_json
-from nam_megatron.errors import FINDINGS, OK, REFUSED, Problem, Refused
+from nam_megatron.errors import FINDINGS, OK, REFUSED, Refused
 from nam_megatron.events import Record
 from nam_megatron.judge import identity
 from nam_megatron.launcher import called
@@ -104,9 +104,7 @@ def the_box(context: Context) -> dict[str, str | None]:
     """Which host this is, by the name that it has in this folder. Raises Refused."""
     found, asked = host_id.box(context.receipts, context.environ), context.words.get("host")
     if asked and context.cluster.nodes > 1:
-        raise Refused(
-            Problem(f"`{asked}` would name one of {context.cluster.nodes} hosts", key="host", hint="leave it out")
-        )
+        raise Refused(f"`{asked}` would name one of {context.cluster.nodes} hosts", key="host", hint="leave it out")
     return {**found, "name": host_id.named(context.receipts, found, asked)}
 
 
@@ -279,5 +277,5 @@ def port_held(port: int) -> Iterator[None]:
             name.bind(f"\0nam_megatron.launch.{port}")
         except OSError:
             hint = f"give this one another: `port={port + 1 if port < 65535 else 29500}`"
-            raise Refused(Problem(f"another launch on this host has port {port}", key="port", hint=hint)) from None
+            raise Refused(f"another launch on this host has port {port}", key="port", hint=hint) from None
         yield

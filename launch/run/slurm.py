@@ -11,7 +11,7 @@ from launch.host.storage import grace
 from nam_megatron import report
 from nam_megatron.budget import parameters
 from nam_megatron.compile.lower import Lowering
-from nam_megatron.errors import Problem, Refused
+from nam_megatron.errors import Refused
 from nam_megatron.launcher import PROGRAM
 from nam_megatron.tracker import TRACKER
 
@@ -66,9 +66,7 @@ def sbatch(
         for word in first:
             if key_of(word) == "schedule" and (twice := re.search(r"[{,]\s*(load|changes)\s*:", word)):
                 hint = f"`schedule.{twice[1]}=...` as a word of its own"
-                raise Refused(
-                    Problem(f"a requeued job would say another `{twice[1]}` beside this", key="schedule", hint=hint)
-                )
+                raise Refused(f"a requeued job would say another `{twice[1]}` beside this", key="schedule", hint=hint)
         first += ["schedule.changes=[]"] * bool(r.schedule.changes)  # what a stage has saved is its own
         chosen = f"""
 words=({recipe})
@@ -120,5 +118,5 @@ def _hosts(nodes: str) -> tuple[str, ...]:
     except (OSError, subprocess.TimeoutExpired):
         names = ()
     if not names:
-        raise Refused(Problem(f"this is a Slurm job, and `{shlex.join(command[:3])}` does not name its hosts"))
+        raise Refused(f"this is a Slurm job, and `{shlex.join(command[:3])}` does not name its hosts")
     return names

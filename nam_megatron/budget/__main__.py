@@ -212,7 +212,7 @@ def _sweep(recipe: Recipe, words: str, target: Path | None, imbalance: float) ->
         sizes = text.gib(worst.steady.allocated), text.gib(worst.worst.total), text.gib(t.budget.free)
         rows.append((str(t.value), *sizes, f"{word}{'; ' + t.note if t.note else ''}"))
     if not any(t.budget for t in seen):
-        raise Refused(Problem(f"every value of {key} is refused: {seen[0].reason}", key="sweep"))
+        raise Refused(f"every value of {key} is refused: {seen[0].reason}", key="sweep")
     sys.stdout.write(text.grid(rows, right=(0, 1, 2, 3)))
     if target:
         picture.draw_sweep(key, seen, target)

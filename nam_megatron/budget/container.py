@@ -89,7 +89,7 @@ def read(path: Path, gpus: Sequence[str], said: Sequence[str]) -> tuple[str, str
     text = of_file(str(path))
     number = gpus[0].partition("=")[2] if gpus else ""
     if gpus and not (number.isascii() and number.isdigit() and int(number)):
-        raise Refused(Problem(f"`{number}` is no number of GPUs", key="gpus"))
+        raise Refused(f"`{number}` is no number of GPUs", key="gpus")
     found = lint(text, path.name, int(number) if gpus else None)
     open_ = [name for name, _ in found.args.open_values() if name in OPEN]
     unread = [found.args.written(name) for name in open_]
@@ -98,9 +98,7 @@ def read(path: Path, gpus: Sequence[str], said: Sequence[str]) -> tuple[str, str
     found = replace(found, model=Model(found.args)) if open_ else found
     if found.launch.program:
         hint = "give what it makes of them: the words that Megatron gets, a `run_config.yaml`, or a checkpoint"
-        raise Refused(
-            Problem(f"`{path}` has {found.launch.program}'s words, and its model is another file's", hint=hint)
-        )
+        raise Refused(f"`{path}` has {found.launch.program}'s words, and its model is another file's", hint=hint)
     raise_if(_laid(found.launch.notes))
     ours = found.launch.plan is not None
     raise_if([] if ours else _stumbled(found.args))
@@ -109,7 +107,7 @@ def read(path: Path, gpus: Sequence[str], said: Sequence[str]) -> tuple[str, str
         preset = f"of_{preset}"
     made = recipe.make(found, path.with_name(f"{preset}.yaml"), stepping=True)
     if not ours and any(note.startswith("it has `peft`") for note in found.launch.notes):
-        raise Refused(Problem("it has `peft`: adapters of others are not priced", hint="the run without it needs more"))
+        raise Refused("it has `peft`: adapters of others are not priced", hint="the run without it needs more")
     idle = WEIGHTLESS | (LOCAL if found.args.transformer_impl == "transformer_engine" else set())
     idle |= {"attention_backend"} if found.args.value("attention_backend") in FLASH_LIKE else set()
     raise_if(_unread([] if ours else made.lost, made, said, idle))

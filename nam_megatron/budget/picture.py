@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from nam_megatron.budget.memory import Budget
 from nam_megatron.budget.search import Trial
-from nam_megatron.errors import Problem, Refused
+from nam_megatron.errors import Refused
 from nam_megatron.packages import adding
 from nam_megatron.words.sizes import BUCKETS, GIB
 
@@ -71,16 +71,13 @@ def check(path: str) -> Path:
     """
     target = Path(path)
     if target.suffix not in SUFFIXES:
-        raise Refused(
-            Problem(f"cannot draw `{path}`", key="plot", hint=f"name a file that ends in {' or '.join(SUFFIXES)}")
-        )
+        raise Refused(f"cannot draw `{path}`", key="plot", hint=f"name a file that ends in {' or '.join(SUFFIXES)}")
     if not target.parent.is_dir():
-        raise Refused(Problem(f"there is no folder `{target.parent}`", key="plot", hint="name a folder that exists"))
+        raise Refused(f"there is no folder `{target.parent}`", key="plot", hint="name a folder that exists")
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        hint = f"{adding('plot')} adds it"
-        raise Refused(Problem("drawing needs matplotlib", key="plot", hint=hint)) from None
+        raise Refused("drawing needs matplotlib", key="plot", hint=f"{adding('plot')} adds it") from None
     return target
 
 
@@ -141,5 +138,5 @@ def _save(figure, axes, path: Path) -> None:
             figure.savefig(path, metadata=metadata)
         except OSError as err:
             raise Refused(
-                Problem(f"cannot write `{path}`: {err.strerror}", key="plot", hint="name a file you may write")
+                f"cannot write `{path}`: {err.strerror}", key="plot", hint="name a file you may write"
             ) from None

@@ -6,7 +6,7 @@ from typing import Any
 
 from nam_megatron.budget.memory import Budget, budget
 from nam_megatron.compile.lower import translate
-from nam_megatron.errors import Problem, Refused, likely
+from nam_megatron.errors import Refused, likely
 from nam_megatron.recipe import Recipe, to_tree, value_at, with_values
 
 LIMIT = 2**24  # no integer of a recipe means more
@@ -48,10 +48,10 @@ def resolve(recipe: Recipe, name: str, word: str) -> str:
     if len(found) == 1:
         return found[0]
     if found:
-        raise Refused(Problem(f"`{name}` is {len(found)} keys", key=word, hint=f"say which: {', '.join(found)}"))
+        raise Refused(f"`{name}` is {len(found)} keys", key=word, hint=f"say which: {', '.join(found)}")
     close = likely(name, [*keys, *(key.rsplit(".", 1)[-1] for key in keys)])
     meant = f"did you mean `{close}`?" if close else "any integer of the recipe, by its dotted path or its last name"
-    raise Refused(Problem(f"no integer key `{name}`", key=word, hint=meant))
+    raise Refused(f"no integer key `{name}`", key=word, hint=meant)
 
 
 def _integers(node: Any, path: str = "") -> Iterator[str]:
@@ -164,19 +164,17 @@ def values(text: str) -> tuple[str, range]:
     """
     name, *numbers = text.split(":")
     if len(numbers) not in (2, 3) or not all(n.isdecimal() and len(n) < 19 for n in numbers):
-        raise Refused(
-            Problem(f"cannot read the sweep `{text}`", key="sweep", hint="write KEY:FROM:TO or KEY:FROM:TO:STEP")
-        )
+        raise Refused(f"cannot read the sweep `{text}`", key="sweep", hint="write KEY:FROM:TO or KEY:FROM:TO:STEP")
     first, last, step = (*map(int, numbers), 1)[:3]
     if not step or last < first:
         raise Refused(
-            Problem(f"the sweep `{text}` has no values", key="sweep", hint="FROM must not exceed TO, and STEP not be 0")
+            f"the sweep `{text}` has no values", key="sweep", hint="FROM must not exceed TO, and STEP not be 0"
         )
     points = range(first, last + 1, step)
     if len(points) > MOST_POINTS:
         hint = f"a larger STEP: {name}:{first}:{last}:{-(-len(points) // MOST_POINTS) * step}"
         raise Refused(
-            Problem(f"the sweep `{text}` has {len(points):,} values, more than {MOST_POINTS:,}", key="sweep", hint=hint)
+            f"the sweep `{text}` has {len(points):,} values, more than {MOST_POINTS:,}", key="sweep", hint=hint
         )
     return name, points
 

@@ -76,11 +76,9 @@ def shell(lowering: Lowering) -> str:
             or (set(word) & set("*?[") and not LAYERS.fullmatch(word.rpartition("=")[2]))
         ):
             raise Refused(
-                Problem(
-                    f"a shell would split or change `{word}` in `$(...)`",
-                    hint="use `out=DIR` and its run.sh, or `format=json`",
-                    law="word-splits",
-                )
+                f"a shell would split or change `{word}` in `$(...)`",
+                hint="use `out=DIR` and its run.sh, or `format=json`",
+                law="word-splits",
             )
     return " ".join(said) + "\n"
 
@@ -193,16 +191,14 @@ def parse_plan(text: str, name: str) -> Lowering:
     except Refused as refused:
         first = refused.problems[0]
         said = f"`{name}` holds no recipe that this version would train: {first.message}"
-        raise Refused(
-            Problem(said, key=first.key, hint="translate the recipe again", law="plan-of-another-version")
-        ) from None
+        raise Refused(said, key=first.key, hint="translate the recipe again", law="plan-of-another-version") from None
     now = json.loads(plan_json(lowering))
     if isinstance(tree.get("argv"), list) and MARKER not in tree["argv"] and MARKER in now["argv"]:
         # written before such a plan had one; of the recipe it says nothing
         del now["argv"][now["argv"].index(MARKER) :]
     if changed := _changed(tree, now):
         said = f"`{name}` was edited, or another version means something else by its recipe: `{changed}` is another now"
-        raise Refused(Problem(said, hint="translate the recipe again", law="plan-of-another-version"))
+        raise Refused(said, hint="translate the recipe again", law="plan-of-another-version")
     return lowering
 
 

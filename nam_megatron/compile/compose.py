@@ -128,7 +128,7 @@ def searched(texts: Sequence[str]) -> tuple[list[str], list[Path], list[str]]:
             named += _folders(text)
         else:
             hint = f"leave it out; `{SEARCH}=[FOLDER]` names folders of your own, and `--multirun` runs a sweep"
-            raise Refused(Problem(f"`{clipped(text)}`: nothing reads this", hint=hint, law="word-unread"))
+            raise Refused(f"`{clipped(text)}`: nothing reads this", hint=hint, law="word-unread")
     plain = [name.removeprefix("file://") for name in named]
     # `pkg://` too: whose word a key is, is read from files.
     absent = [name.removeprefix("pkg://") for name in plain if not Path(name).is_dir()]
@@ -139,11 +139,7 @@ def _folders(text: str) -> list[str]:
     value = _read([text], ())[0].value
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise Refused(
-            Problem(
-                f"`{SEARCH}` is a list of folders, not `{value}`",
-                hint=f"write `{SEARCH}=[FOLDER]`",
-                law="search-no-list",
-            )
+            f"`{SEARCH}` is a list of folders, not `{value}`", hint=f"write `{SEARCH}=[FOLDER]`", law="search-no-list"
         )
     return value
 

@@ -156,11 +156,11 @@ def read(file: Path) -> Read:
 def _read(file: Path, bytes_: int, _written: tuple[int, int]) -> Read:
     if bytes_ > MOST_BYTES:
         message = f"`{file}` has {bytes_:,} bytes, more than a config file has"
-        raise Refused(Problem(message, hint=f"{MOST_BYTES:,} are enough", law="file-too-large"))
+        raise Refused(message, hint=f"{MOST_BYTES:,} are enough", law="file-too-large")
     text = file.read_text(encoding="utf-8")
     if text.startswith("\ufeff"):
         hint = "save it as UTF-8 without one; Hydra would not see its `@package`"
-        raise Refused(Problem(f"`{file}` begins with a byte order mark", hint=hint, law="byte-order-mark"))
+        raise Refused(f"`{file}` begins with a byte order mark", hint=hint, law="byte-order-mark")
     try:
         node = compose(text)
     except yaml.MarkedYAMLError:
@@ -168,7 +168,7 @@ def _read(file: Path, bytes_: int, _written: tuple[int, int]) -> Read:
     raise_if(_misread(node, file))
     if (found := size(node, {})) > MOST:
         message = f"`{file}` has {found} values, its anchors written out"
-        raise Refused(Problem(message, hint=f"{MOST} are enough", law="anchors-too-many"))
+        raise Refused(message, hint=f"{MOST} are enough", law="anchors-too-many")
     config = OmegaConf.load(file)
     return Read(pickle.dumps(config), tuple(_defaults(config)), ConfigSource._get_header_dict(text[:HEADER]), node)
 

@@ -231,7 +231,7 @@ def _index_reuse(recipe: Recipe, kinds: list[str], sources: dict[int, int]) -> t
         f"{block.title} layers {', '.join(map(str, numbers))} are not spaced so that Megatron can share one top-k among "
         f"{value_at(recipe, key)}"
     )
-    raise Refused(Problem(message, key=key, hint=f"set `{key}=1`", law="shared-top-k-uneven"))
+    raise Refused(message, key=key, hint=f"set `{key}=1`", law="shared-top-k-uneven")
 
 
 def _cuts(recipe: Recipe, depth: int, pipes: list[int], sources: dict[int, int]) -> list[int]:
@@ -240,12 +240,10 @@ def _cuts(recipe: Recipe, depth: int, pipes: list[int], sources: dict[int, int])
     want = p.pipeline * p.virtual_pipeline
     if p.virtual_pipeline > 1 and p.pipeline == 1:
         raise Refused(
-            Problem(
-                "virtual pipeline stages without pipeline parallelism",
-                key="parallel.virtual_pipeline",
-                hint="set it to 1",
-                law="virtual-stages-alone",
-            )
+            "virtual pipeline stages without pipeline parallelism",
+            key="parallel.virtual_pipeline",
+            hint="set it to 1",
+            law="virtual-stages-alone",
         )
     if pipes:
         problems = []
@@ -274,12 +272,10 @@ def _cuts(recipe: Recipe, depth: int, pipes: list[int], sources: dict[int, int])
         return pipes
     if want > depth:
         raise Refused(
-            Problem(
-                f"{want} pipeline segments of {depth} layers",
-                key="parallel.pipeline",
-                hint="use fewer stages",
-                law="stages-beyond-layers",
-            )
+            f"{want} pipeline segments of {depth} layers",
+            key="parallel.pipeline",
+            hint="use fewer stages",
+            law="stages-beyond-layers",
         )
     parted = {n for layer, source in sources.items() for n in range(source, layer)}
     return list(_best_cuts(depth, want, [n for n in range(1, depth) if n not in parted]))
@@ -289,12 +285,10 @@ def _best_cuts(depth: int, want: int, legal: list[int]) -> tuple[int, ...]:
     """The legal cuts into `want` segments with the shortest longest segment, then the least uneven ones."""
     if len(legal) < want - 1:
         raise Refused(
-            Problem(
-                f"no {want - 1} legal pipeline cuts: only {len(legal)} places do not part a group of layers sharing a top-k",
-                key="parallel.pipeline",
-                hint="use fewer stages or set `model.blocks.dsa.full_every=1`",
-                law="no-legal-cuts",
-            )
+            f"no {want - 1} legal pipeline cuts: only {len(legal)} places do not part a group of layers sharing a top-k",
+            key="parallel.pipeline",
+            hint="use fewer stages or set `model.blocks.dsa.full_every=1`",
+            law="no-legal-cuts",
         )
     ends = [*legal, depth]
     # Fewer segments than wanted can be cut further, so the length alone decides what can be reached.

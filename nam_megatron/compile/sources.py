@@ -354,11 +354,10 @@ class Sources:
             if others:
                 stands = quoted(f"{key}={value}" for key, (_, value) in others.items())
                 whole = " ".join(f"{key}={value}" for key, (value, _) in others.items())
-                hint = f"say it on the command line, too: `{whole}`; or let the file choose in its `defaults`: `override /{group}: NAME`"
                 yield Problem(
                     f"`{word.text}` is chosen, and a file behind it says {stands}",
                     key=next(iter(others)),
-                    hint=hint,
+                    hint=f"say it on the command line, too: `{whole}`; or let the file choose in its `defaults`: `override /{group}: NAME`",
                     law="choice-outvoted",
                 )
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nam_megatron.errors import FINDINGS, OK, Problem, Refused, finish, keyless, without_keys
+from nam_megatron.errors import FINDINGS, OK, Refused, finish, keyless, without_keys
 from nam_megatron.parser import Parser
 from nam_megatron.words.argtypes import count
 
@@ -114,7 +114,7 @@ def _tokenizer(words: argparse.Namespace) -> int:
             for piece in sources.pieces(source):
                 for at, text in sources.documents(piece):
                     if not isinstance(text, str):
-                        raise Refused(Problem(f"{sources.place(piece, at)}: {text}"))
+                        raise Refused(f"{sources.place(piece, at)}: {text}")
                     yield text
 
     if words.out.exists() and not (words.out.is_dir() and not any(words.out.iterdir())):

@@ -67,7 +67,7 @@ def build(out: Path, inputs: Sequence[Source], options: Options) -> Manifest:
             folder, holds another dataset or anything else, or another build is at work there.
     """
     if out.exists() and not out.is_dir():
-        raise Refused(Problem(f"`{out}` is a file, and a dataset is a folder", hint="name another"))
+        raise Refused(f"`{out}` is a file, and a dataset is a folder", hint="name another")
     twice = [s.path for i, s in enumerate(inputs) if s.path.resolve() in [o.path.resolve() for o in inputs[:i]]]
     raise_if(Problem(f"`{path}` is named twice") for path in twice)
     left = sources.without(inputs, options.skip)
@@ -192,11 +192,9 @@ def _locked(work: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Refused(
-                Problem(f"another build is at work in `{work.parent}`", hint="wait for it, or name another")
-            ) from None
+            raise Refused(f"another build is at work in `{work.parent}`", hint="wait for it, or name another") from None
         except OSError as err:
-            raise Refused(Problem(f"`{path}` cannot be locked: {err.strerror}", hint="name a local folder")) from None
+            raise Refused(f"`{path}` cannot be locked: {err.strerror}", hint="name a local folder") from None
         yield
 
 
@@ -258,7 +256,7 @@ def _judge(pieces: Sequence[Piece], scans: Sequence[dict], options: Options) -> 
     for split, count in (("train", len(first) - valid), ("valid", valid)):
         if not count:
             hint = "give more documents or another `--valid`"
-            raise Refused(Problem(f"none of {len(first)} documents falls into the split `{split}`", hint=hint))
+            raise Refused(f"none of {len(first)} documents falls into the split `{split}`", hint=hint)
     skip: list[list[int]] = [[] for _ in pieces]
     if options.duplicates == "drop":
         for i, at, *_ in twice:

@@ -24,7 +24,7 @@ def write(out: Path, packages: Sequence[str]) -> dict[str, int]:
     seen: set[str] = set()
     counts = {"documents": 0, "bytes": 0, "duplicates": 0, "empty": 0, "not UTF-8": 0}
     if not out.parent.is_dir():
-        raise Refused(Problem(f"no folder `{out.parent}`", hint="make it first"))
+        raise Refused(f"no folder `{out.parent}`", hint="make it first")
     part = out.with_name(f"{out.name}.{os.getpid()}.part")
     try:
         with part.open("x", encoding="utf-8") as stream:
@@ -59,8 +59,8 @@ def _files(package: str) -> Iterator[tuple[str, Path]]:
     try:
         recorded = metadata.files(package) or []
     except metadata.PackageNotFoundError:
-        raise Refused(Problem(f"`{package}` is not installed here")) from None
+        raise Refused(f"`{package}` is not installed here") from None
     files = sorted((str(f), Path(str(f.locate()))) for f in recorded if f.suffix in SUFFIXES)
     if not files:
-        raise Refused(Problem(f"`{package}` has no C++ file ({', '.join(SUFFIXES)})"))
+        raise Refused(f"`{package}` has no C++ file ({', '.join(SUFFIXES)})")
     return ((name, path) for name, path in files if path.is_file())

@@ -73,13 +73,11 @@ def read(folder: Path) -> Manifest:
             raise Refused(replace(problem, hint="; ".join(filter(None, (problem.hint, BUILD))))) from None
         here = "" if folder.is_absolute() else f"`{folder}` is looked for in the current folder, `{Path.cwd()}`; "
         message = f"`{folder}` is no built dataset: {err.strerror}: `{path}`"
-        raise Refused(Problem(message, key="data.path", hint=here + BUILD)) from None
+        raise Refused(message, key="data.path", hint=here + BUILD) from None
     except ValidationError as err:
         first = err.errors()[0]
         said = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
-        raise Refused(
-            Problem(f"`{path}` cannot be understood: {said}", key="data.path", hint="build it again")
-        ) from None
+        raise Refused(f"`{path}` cannot be understood: {said}", key="data.path", hint="build it again") from None
 
 
 def write(folder: Path, manifest: Manifest) -> None:

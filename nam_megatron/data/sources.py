@@ -57,28 +57,26 @@ def source(path: Path, field: str, suffixes: tuple[str, ...]) -> Source:
     """Raises Refused for what is none of the three kinds."""
     if path.is_dir():
         if not suffixes:
-            raise Refused(Problem(f"`{path}` is a folder", hint="say which files: `--suffix .h --suffix .cpp`"))
+            raise Refused(f"`{path}` is a folder", hint="say which files: `--suffix .h --suffix .cpp`")
         tree = Source(path, "tree", field, tuple(sorted(suffixes)))
         if not files(tree):
-            raise Refused(
-                Problem(f"no file in `{path}` ends in {' or '.join(tree.suffixes)}", hint="another `--suffix`")
-            )
+            raise Refused(f"no file in `{path}` ends in {' or '.join(tree.suffixes)}", hint="another `--suffix`")
         passed = [found for folder, _, names in path.walk() for name in names if (found := folder / name).is_symlink()]
         if passed := sorted(link for link in passed if link.is_dir() or link.name.endswith(tree.suffixes)):
             sys.stderr.write(f"> {counted(len(passed), 'link')} in `{path}` not followed, as `{passed[0]}`\n")
         return tree
     raise_if(irregular((path,)))
     if not path.is_file():
-        raise Refused(Problem(f"no file or folder `{path}`"))
+        raise Refused(f"no file or folder `{path}`")
     if (kind := SUFFIXES.get(path.suffix)) is None:
         hint = "unpack it first" if path.suffix in (".gz", ".zst", ".xz", ".bz2", ".zip") else None
-        raise Refused(Problem(f"`{path}` is neither a folder nor a file in {', '.join(SUFFIXES)}", hint=hint))
+        raise Refused(f"`{path}` is neither a folder nor a file in {', '.join(SUFFIXES)}", hint=hint)
     if kind == "jsonl":
         with path.open("rb") as stream:
             head = stream.read(4)
         if other := next((name for magic, name in OTHERS.items() if head.startswith(magic)), None):
             hint = "unpack it, or write it anew, first" if other != "Parquet" else "its name ends with `.parquet`"
-            raise Refused(Problem(f"`{path}` is {other}, not JSON lines in UTF-8", hint=hint))
+            raise Refused(f"`{path}` is {other}, not JSON lines in UTF-8", hint=hint)
     return Source(path, kind, field, ())  # type: ignore[arg-type]
 
 
@@ -275,9 +273,9 @@ def _parquet(source: Source) -> "ParquetFile":
     try:
         file = ParquetFile(source.path)
     except (OSError, pyarrow.ArrowException) as err:
-        raise Refused(Problem(f"`{source.path}` is no Parquet file: {err}")) from None
+        raise Refused(f"`{source.path}` is no Parquet file: {err}") from None
     if source.field not in (columns := file.schema_arrow.names):
-        raise Refused(Problem(f"`{source.path}` has no column `{source.field}`", hint=f"it has {', '.join(columns)}"))
+        raise Refused(f"`{source.path}` has no column `{source.field}`", hint=f"it has {', '.join(columns)}")
     return file
 
 

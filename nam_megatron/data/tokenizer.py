@@ -50,7 +50,7 @@ def train(texts: Iterable[str], entries: int, progress: bool) -> Tokenizer:
     tokenizer.train_from_iterator(texts, trainer)
     if (reached := tokenizer.get_vocab_size()) != entries:
         hint = f"give more text, or a vocabulary: `--entries {reached}`"
-        raise Refused(Problem(f"these texts give a tokenizer of {reached} entries, not {entries}", hint=hint))
+        raise Refused(f"these texts give a tokenizer of {reached} entries, not {entries}", hint=hint)
     return tokenizer
 
 
@@ -102,21 +102,21 @@ def load(folder: Path) -> Tokenizer:
         tree = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except Exception as err:  # the library raises Exception itself
         hint = "`python -m nam_megatron.data tokenizer` makes one"
-        raise Refused(Problem(f"`{folder}` holds no tokenizer: {err}", hint=hint)) from None
+        raise Refused(f"`{folder}` holds no tokenizer: {err}", hint=hint) from None
     if (times := max(_growth(tree.get(part)) for part in ("normalizer", "decoder"))) > MOST_GROWTH:
         said = f"the tokenizer in `{folder}` may make a text {f'{times:.0f}' if times < 1e6 else 'a million'} times as long"
-        raise Refused(Problem(said, hint=f"take what replaces a text out of `normalizer` and `decoder` of `{FILE}`"))
+        raise Refused(said, hint=f"take what replaces a text out of `normalizer` and `decoder` of `{FILE}`")
     if "auto_map" in config:
         said = f"the tokenizer in `{folder}` is code of its own (`auto_map` of `{CONFIG}`), which is not run"
-        raise Refused(Problem(said, hint=f"`{FILE}` may do without: remove the key if it does"))
+        raise Refused(said, hint=f"`{FILE}` may do without: remove the key if it does")
     if named(folder, tokenizer).get("eos") is None:
         said = (
             f"the tokenizer in `{folder}` has no end of a document: no `eos_token` of `{CONFIG}` is one of its entries"
         )
-        raise Refused(Problem(said, hint="name it there, or make one: `python -m nam_megatron.data tokenizer`"))
+        raise Refused(said, hint="name it there, or make one: `python -m nam_megatron.data tokenizer`")
     ids = tokenizer.get_vocab().values()
     if max(ids) + 1 != len(ids):
-        raise Refused(Problem(f"the tokenizer in `{folder}` has {len(ids)} entries and the id {max(ids)}"))
+        raise Refused(f"the tokenizer in `{folder}` has {len(ids)} entries and the id {max(ids)}")
     tokenizer.encode_special_tokens = True
     # A file keeps what its last caller had set, and would cut or fill every document without a word.
     tokenizer.no_truncation()
@@ -131,9 +131,7 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
             return tokenizer.encode(text, add_special_tokens=False).ids
     except RuntimeError as err:
         said = f"the tokenizer breaks down on a text that begins with {json.dumps(text[:40])}: {str(err)[:200]}"
-        raise Refused(
-            Problem(said, hint="a pattern of its `pre_tokenizer` or `normalizer` goes back too often")
-        ) from None
+        raise Refused(said, hint="a pattern of its `pre_tokenizer` or `normalizer` goes back too often") from None
 
 
 @contextlib.contextmanager
@@ -183,7 +181,7 @@ def ends(folder: Path, tokenizer: Tokenizer) -> list[int]:
                     )
         except (OSError, ValueError, AttributeError, RecursionError) as err:
             hint = "get it again, or take it away: it says which tokens end a text"
-            raise Refused(Problem(f"`{path}` cannot be understood: {err}", hint=hint)) from None
+            raise Refused(f"`{path}` cannot be understood: {err}", hint=hint) from None
     return list(dict.fromkeys(found if own in found else (own, *found)))
 
 

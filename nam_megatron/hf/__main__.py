@@ -128,7 +128,7 @@ def _export(words: argparse.Namespace) -> int:
     if words.form not in forms:
         close = likely(words.form, forms)
         hint = f"did you mean `{close}`?" if close else f"there are: {', '.join(forms)}"
-        raise Refused(Problem(f"`--as`: no form `{words.form}`", hint=hint))
+        raise Refused(f"`--as`: no form `{words.form}`", hint=hint)
     if words.form == "peft":
         given = [
             name for name, value in (("--tokenizer", words.tokenizer), ("--shard-gb", words.shard_gb != 4.0)) if value
@@ -156,9 +156,7 @@ def _import(words: argparse.Namespace) -> int:
     if native.is_published(words.export):
         native.load(words.export, words.plan, words.out, words.without_mtp, _progress)
     elif words.without_mtp:
-        raise Refused(
-            Problem(f"`{words.export}` is an export of ours: it has the plan's own layers", key="--without-mtp")
-        )
+        raise Refused(f"`{words.export}` is an export of ours: it has the plan's own layers", key="--without-mtp")
     else:
         export.load(words.export, words.plan, words.out, _progress)
     print(f"{words.out}: start from it with `schedule.load={words.out}`")

@@ -25,7 +25,7 @@ def based(step: Path, pretrained: Path) -> Path:
     if told is None:
         place = step.parent / resume.SIGNED / resume.BEGAN
         message = f"`{place}` does not say which weights these adapters were trained on"
-        raise Refused(Problem(message, hint="it lies in the folder of the run that trained them"))
+        raise Refused(message, hint="it lies in the folder of the run that trained them")
     name, sums = told
     base = pretrained / name
     with contextlib.suppress(OSError):
@@ -33,7 +33,7 @@ def based(step: Path, pretrained: Path) -> Path:
             return base
     message = f"`{base}` is not the step that these adapters were trained on, or no more"
     hint = f"put back the one whose `{checksums.NAME}` has the hash {sums}"
-    raise Refused(Problem(message, key="schedule.pretrained", hint=hint))
+    raise Refused(message, key="schedule.pretrained", hint=hint)
 
 
 class Merged(Checkpoint):
@@ -47,9 +47,7 @@ class Merged(Checkpoint):
         lora, pretrained = plan.recipe.feature.lora, plan.recipe.schedule.pretrained
         assert lora is not None
         if pretrained is None:
-            raise Refused(
-                Problem("the plan does not say whose weights these adapters stand on", key="schedule.pretrained")
-            )
+            raise Refused("the plan does not say whose weights these adapters stand on", key="schedule.pretrained")
         base = based(step, Path(pretrained))
         raise_if(Problem(f"checkpoint `{base}` is damaged: {what}") for what in checksums.damage(base))
         raise_if(Problem(f"checkpoint `{base}` {why}") for why in resume.foreign(base))
@@ -62,7 +60,7 @@ class Merged(Checkpoint):
             what = (
                 f"`{strangers[0]}` of `{step}` stands on no weight here" if strangers else f"`{step}` has no adapters"
             )
-            raise Refused(Problem(f"{what}: nothing is merged", key="feature.lora.targets"))
+            raise Refused(f"{what}: nothing is merged", key="feature.lora.targets")
 
     def _of(self, tensor: Tensor) -> set[str]:
         """The adapter's keys that may belong to a tensor: of a packed one there is one, or one for each part."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from nam_megatron import installed
 from nam_megatron.compile.argv import argv, load_plan
 from nam_megatron.compile.lower import Lowering, translate
-from nam_megatron.errors import Problem, Refused, raise_if
+from nam_megatron.errors import Refused, raise_if
 from nam_megatron.hf import describe, distributed
 from nam_megatron.hf.export import differences, plan_of
 from nam_megatron.hf.model.modeling_nam import Dsa, Router
@@ -102,10 +102,10 @@ def check(checkpoint: Path, export: Path, tokens: Tensor, dtype: str, device: st
     raise_if(differences(export, config))
     if 0 < (learned := config["learned_positions"]) < tokens.size(1):
         said = f"{tokens.size(1)} tokens, and the model has learned {learned} positions"
-        raise Refused(Problem(said, hint=f"`--length {learned}` or less"))
+        raise Refused(said, hint=f"`--length {learned}` or less")
     if not torch.cuda.device_count():
         hint = "run it on a training host; `--device` says where the export computes"
-        raise Refused(Problem("Megatron's side needs a GPU, and this host has none", hint=hint))
+        raise Refused("Megatron's side needs a GPU, and this host has none", hint=hint)
     raise_if(absent(device))
     theirs = megatron(one_device(lowering, plain or dtype == "fp32"), step, tokens, dtype)
     found = compare(theirs, exported(export, tokens, dtype, device, theirs, follows=dtype == "bf16"), dtype)
@@ -181,7 +181,7 @@ def compare(a: Run, b: Run, dtype: str) -> Outcome:
     pieces = zip(*(side.logits.flatten(0, 1).split(rows) for side in (a, b)), strict=True)
     cosine, kl, greedy, off, *largest = map(torch.cat, zip(*(_by_position(*pair) for pair in pieces), strict=True))
     if not all(made.isfinite().all() for made in (*largest, *a.ahead, *b.ahead)):
-        raise Refused(Problem("logits or hidden states of MTP that are not finite: these weights are of no use"))
+        raise Refused("logits or hidden states of MTP that are not finite: these weights are of no use")
     return Outcome(
         dtype,
         cosine.median().item(),

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import save as save_checkpoint
 from nam_megatron.blocks.exported import Tensor
 from nam_megatron.compile.argv import plan_json
 from nam_megatron.compile.lower import Lowering
-from nam_megatron.errors import Problem, Refused, raise_if
+from nam_megatron.errors import Refused, raise_if
 from nam_megatron.judge.resume import PLAN
 from nam_megatron.runtime import checkpoint, checksums
 from nam_megatron.tracker import RELEASE, TRACKER, newest
@@ -73,9 +73,9 @@ class Checkpoint:
                 if at.fqn in self.tensors:
                     self.places[at.fqn].append((at.offset and tuple(map(int, at.offset)), stored))
         except OSError as err:
-            raise Refused(Problem(f"`{folder}` is no step of a checkpoint: {err.strerror}: `.metadata`")) from None
+            raise Refused(f"`{folder}` is no step of a checkpoint: {err.strerror}: `.metadata`") from None
         except Exception as err:  # whatever a damaged pickle makes of itself
-            raise Refused(Problem(f"the index of `{folder}` cannot be read: {str(err)[:200]}")) from None
+            raise Refused(f"the index of `{folder}` cannot be read: {str(err)[:200]}") from None
 
     def read(self, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A whole global tensor.
@@ -84,12 +84,12 @@ class Checkpoint:
             Refused: it is not there, of another shape or type, or its pieces are damaged or do not fill it.
         """
         if key not in self.tensors:
-            raise Refused(Problem(f"`{self.folder}` holds no `{key}`, and the plan has one"))
+            raise Refused(f"`{self.folder}` holds no `{key}`, and the plan has one")
         there, of, chunks = self.chunks[key]
         if there != shape:
-            raise Refused(Problem(f"`{key}` is {list(there)} in `{self.folder}`, and {list(shape)} in the plan"))
+            raise Refused(f"`{key}` is {list(there)} in `{self.folder}`, and {list(shape)} in the plan")
         if of != dtype:
-            raise Refused(Problem(f"`{key}` is {of} in `{self.folder}`, not {dtype}"))
+            raise Refused(f"`{key}` is {of} in `{self.folder}`, not {dtype}")
         whole, sizes, filled = torch.empty(shape, dtype=dtype), dict(chunks), 0
         if dtype.is_floating_point:
             whole.fill_(torch.nan)
@@ -99,17 +99,17 @@ class Checkpoint:
             size = sizes.pop(offset, None)
             plain = piece.layout == torch.strided and not piece.is_meta
             if not plain or size is None or tuple(piece.shape) != size or piece.dtype != dtype:
-                raise Refused(Problem(f"a piece of `{key}` in `{self.folder}` is not what its index says"))
+                raise Refused(f"a piece of `{key}` in `{self.folder}` is not what its index says")
             window = whole[tuple(slice(o, o + n) for o, n, _ in zip(offset, size, shape, strict=False))]
             if window.shape != piece.shape:
-                raise Refused(Problem(f"a piece of `{key}` in `{self.folder}` lies outside it"))
+                raise Refused(f"a piece of `{key}` in `{self.folder}` lies outside it")
             window.copy_(piece)
             filled += piece.numel()
         if sizes or filled != whole.numel():
-            raise Refused(Problem(f"`{key}` is not whole in `{self.folder}`: {filled} of {whole.numel()} values"))
+            raise Refused(f"`{key}` is not whole in `{self.folder}`: {filled} of {whole.numel()} values")
         if not whole.isfinite().all():  # or pieces lie over one another, and what none fills is left
             hint = "its training was damaged, or its index is"
-            raise Refused(Problem(f"`{key}` holds a NaN or an infinity in `{self.folder}`", hint=hint))
+            raise Refused(f"`{key}` holds a NaN or an infinity in `{self.folder}`", hint=hint)
         return whole
 
     def joined(self, tensor: Tensor) -> torch.Tensor:
@@ -120,7 +120,7 @@ class Checkpoint:
     def _piece(self, key: str, stored: Any) -> torch.Tensor:
         name = str(getattr(stored, "relative_path", ""))
         if Path(name).name != name or "\0" in name:
-            raise Refused(Problem(f"the index of `{self.folder}` points outside it: `{name}`"))
+            raise Refused(f"the index of `{self.folder}` points outside it: `{name}`")
         path = self.folder / name
         raise_if(irregular((path,)))
         try:
@@ -134,9 +134,9 @@ class Checkpoint:
             raise Refused(closed(err)) from None
         except Exception as err:
             why = str(err).partition("\n")[0][:200] or type(err).__name__
-            raise Refused(Problem(f"`{key}` in `{path}` is damaged: {why}")) from None
+            raise Refused(f"`{key}` in `{path}` is damaged: {why}") from None
         if not isinstance(piece, torch.Tensor):
-            raise Refused(Problem(f"`{key}` in `{path}` is a {type(piece).__name__}, not a tensor"))
+            raise Refused(f"`{key}` in `{path}` is a {type(piece).__name__}, not a tensor")
         return piece
 
     def strangers(self, expected: set[str]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from lm_eval.utils import make_table
 from transformers import PreTrainedTokenizerFast
 
 from nam_megatron.data import tokenizer as tokenizers
-from nam_megatron.errors import Problem, Refused, raise_if
+from nam_megatron.errors import Refused, raise_if
 from nam_megatron.hf import export
 from nam_megatron.hf.opened import absent, another_tokenizer, of_text, open_model, tokenizer_of
 
@@ -100,7 +100,7 @@ def evaluate(
     """
     begin = time.monotonic()
     if not path.exists():
-        raise Refused(Problem(f"there is no `{path}`"))
+        raise Refused(f"there is no `{path}`")
     raise_if(absent(device, kernels))
     # The harness reads its thousands of tasks to know their names: 10 s that files do not need.
     manager = TaskManager(include_defaults=any(not Path(task).is_file() for task in tasks))
@@ -145,6 +145,4 @@ def _loaded(manager: Any, tasks: list[str]) -> Any:
         return manager.load(tasks)
     except Exception as err:  # a wrong name, YAML, or dataset, or no network
         said = f"{type(err).__name__}: {str(err)[:300]}"
-        raise Refused(
-            Problem(f"`{','.join(tasks)}` cannot be loaded: {said}", hint="`lm_eval ls tasks` lists names")
-        ) from None
+        raise Refused(f"`{','.join(tasks)}` cannot be loaded: {said}", hint="`lm_eval ls tasks` lists names") from None

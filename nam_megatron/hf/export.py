@@ -62,12 +62,12 @@ def opened(checkpoint: Path, tokens: Path | None, say: Say) -> tuple[Lowering, P
         tokens = trained_tokenizer(at, plan)
         if tokens is not None and not (tokens / tokenizer.FILE).is_file():
             said = f"the tokenizer of the run's dataset is not in `{tokens}`"
-            raise Refused(Problem(said, hint="give it: `--tokenizer FOLDER`"))
+            raise Refused(said, hint="give it: `--tokenizer FOLDER`")
     if tokens is not None:
         fits(tokens, plan.recipe.model.vocab_size)
         if not same_tokens(*known_tokens(at.parent), tokens):
             said = f"`{tokens}` is another tokenizer than that of `{at.parent}`: its numbers stand for other texts"
-            raise Refused(Problem(said, hint="give the one that the model was trained with"))
+            raise Refused(said, hint="give the one that the model was trained with")
         raise_if(other_ends(trained_tokenizer(at, plan), tokens, at.parent))
     say(f"tokenizer: {tokens or 'none, since the run had no dataset of ours; `--tokenizer FOLDER` gives one'}")
     return lowering, step, tokens
@@ -155,7 +155,7 @@ def refresh(export: Path) -> list[str]:
             folder.write_manifest(export, hashes, step=None, weights=folder.fingerprint(hashes), checkpoint=None)
             old.append(folder.MANIFEST)
     except OSError as err:
-        raise Refused(Problem(f"`{err.filename}` cannot be written: {err.strerror}")) from None
+        raise Refused(f"`{err.filename}` cannot be written: {err.strerror}") from None
     return old
 
 
@@ -193,7 +193,7 @@ def config_for(plan: Plan, merged: bool = False) -> NamConfig:
     try:
         return NamConfig(**describe.config(plan))
     except ValueError as err:
-        raise Refused(Problem(f"the export takes no such model: {err}")) from None
+        raise Refused(f"the export takes no such model: {err}") from None
 
 
 ENDS = ("eos_token_id", "pad_token_id")
@@ -216,21 +216,21 @@ def config_of(export: Path, saved: bool = False) -> NamConfig:
     at = export / folder.CONFIG
     tree = folder.load_json(at)
     if tree.get("model_type") != "nam":
-        raise Refused(Problem(f"`{at}` is of a `{tree.get('model_type')}`, not of a `nam`"))
+        raise Refused(f"`{at}` is of a `{tree.get('model_type')}`, not of a `nam`")
     if (mapped := tree.get("auto_map")) != AUTO:
-        raise Refused(Problem(f"`{at}` names other code than ours: {str(mapped)[:120]}"))
+        raise Refused(f"`{at}` names other code than ours: {str(mapped)[:120]}")
     # transformers obeys whatever else stands there.
     if not saved and (strange := sorted(tree.keys() - COMPUTES - BESIDE)):
         again = f"python -m nam_megatron.hf refresh {export}"
         hint = "export again" if (export / folder.MANIFEST).exists() else f"`{again}`, if transformers saved it"
-        raise Refused(Problem(f"`{at}`: `{strange[0]}` is no key of an export", hint=hint))
+        raise Refused(f"`{at}`: `{strange[0]}` is no key of an export", hint=hint)
     tokens = {name: tree[name] for name in ENDS if name in tree and not (saved and tree[name] is None)}
     if odd := [name for name, token in tokens.items() if type(token) is not int]:
-        raise Refused(Problem(f"`{at}`: `{odd[0]}` is no token", hint="export again"))
+        raise Refused(f"`{at}`: `{odd[0]}` is no token", hint="export again")
     try:
         return NamConfig(**{k: v for k, v in tree.items() if k in COMPUTES}, **tokens)
     except Exception as err:
-        raise Refused(Problem(f"`{at}`: {str(err)[:300]}", hint="export again")) from None
+        raise Refused(f"`{at}`: {str(err)[:300]}", hint="export again") from None
 
 
 def differences(export: Path, wanted: dict[str, Any]):
@@ -253,7 +253,7 @@ def plan_of(checkpoint: Path, step: Path) -> Path:
         if (at / PLAN).is_file():
             return at / PLAN
     hint = "the trainer writes it; without it nobody knows what these weights compute"
-    raise Refused(Problem(f"`{checkpoint}` holds no `{PLAN}`", hint=hint))
+    raise Refused(f"`{checkpoint}` holds no `{PLAN}`", hint=hint)
 
 
 def trained_tokenizer(at: Path, plan: Plan) -> Path | None:
@@ -309,7 +309,7 @@ def fits(tokens: Path, vocabulary: int) -> None:
     """Raises Refused where a tokenizer has more entries than the model."""
     if (entries := tokenizer.load(tokens).get_vocab_size()) > vocabulary:
         said = f"the tokenizer in `{tokens}` has {entries} entries, and the model's vocabulary {vocabulary}"
-        raise Refused(Problem(said, key="model.vocab_size", hint="give the one that the data was built with"))
+        raise Refused(said, key="model.vocab_size", hint="give the one that the data was built with")
 
 
 def special(tokens: Path | None) -> tuple[dict[str, int], dict[str, Any]]:

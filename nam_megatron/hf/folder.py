@@ -114,9 +114,9 @@ def load_json(path: Path) -> dict[str, Any]:
     except OSError as err:
         if not path.parent.exists():
             raise Refused(not_there(path.parent)) from None
-        raise Refused(Problem(f"`{path}` cannot be read: {err.strerror}", hint=hint)) from None
+        raise Refused(f"`{path}` cannot be read: {err.strerror}", hint=hint) from None
     except (ValueError, RecursionError) as err:
-        raise Refused(Problem(f"`{path}` cannot be understood: {err}", hint=hint)) from None
+        raise Refused(f"`{path}` cannot be understood: {err}", hint=hint) from None
     return tree
 
 
@@ -165,7 +165,7 @@ def verified(folder: Path) -> dict[str, Any]:
         hint = (
             f"if you trust them, as what transformers saved of an export: `python -m nam_megatron.hf refresh {folder}`"
         )
-        raise Refused(Problem(f"`{folder}` has no `{MANIFEST}`: nothing vouches for its files", hint=hint))
+        raise Refused(f"`{folder}` has no `{MANIFEST}`: nothing vouches for its files", hint=hint)
     manifest = load_json(folder / MANIFEST)
     raise_if(damage(folder, manifest))
     return manifest
@@ -242,7 +242,7 @@ def reader(folder: Path, tensors: list[Tensor]) -> Callable[[Tensor], torch.Tens
         made = value.to(TORCH[tensor.dtype])
         if made.dtype != value.dtype and not torch.equal(made.to(value.dtype), value):
             message = f"`{tensor.name}` in `{folder}` has values that {tensor.dtype} does not have, and is {tensor.dtype} in training"
-            raise Refused(Problem(message, hint="save it rounded: `model.bfloat16().save_pretrained(FOLDER)`"))
+            raise Refused(message, hint="save it rounded: `model.bfloat16().save_pretrained(FOLDER)`")
         return made
 
     return read
@@ -285,12 +285,12 @@ def making(out: Path) -> Iterator[Path]:
     Raises Refused: `out` is there.
     """
     if out.exists():
-        raise Refused(Problem(f"`{out}` is there already", hint="name another folder"))
+        raise Refused(f"`{out}` is there already", hint="name another folder")
     part = out.with_name(f"{out.name}.{os.getpid()}.part")  # OUT.part may be somebody's
     try:
         part.mkdir(parents=True)
     except OSError as err:
-        raise Refused(Problem(f"`{part}` cannot be made: {err.strerror}")) from None
+        raise Refused(f"`{part}` cannot be made: {err.strerror}") from None
     try:
         yield part
         try:
@@ -298,6 +298,6 @@ def making(out: Path) -> Iterator[Path]:
         except OSError as err:
             if err.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                 raise
-            raise Refused(Problem(f"`{out}` has come while this was written", hint="name another folder")) from None
+            raise Refused(f"`{out}` has come while this was written", hint="name another folder") from None
     finally:
         shutil.rmtree(part, ignore_errors=True)

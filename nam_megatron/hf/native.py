@@ -69,7 +69,7 @@ class Source:
         made = (value.float() - less).to(dtype) if less else value.to(dtype)
         if not made.isfinite().all():  # what is too large for our type, too
             said = f"`{stored}` of `{self.file(name)}` holds a NaN or an infinity as {str(dtype)[6:]}"
-            raise Refused(Problem(said, hint="the file is damaged, or its training was: get it again"))
+            raise Refused(said, hint="the file is damaged, or its training was: get it again")
         back = (made.float() + less).to(value.dtype) if less else made.to(value.dtype)
         if not torch.equal(back, value):
             self.rounded.append(name)
@@ -131,17 +131,17 @@ def _source(path: Path, tree: Mapping[str, Any], text: Mapping[str, Any], of: Fa
     index = path / INDEX
     said = folder.load_json(index).get("weight_map") if index.exists() else None
     if not isinstance(said, dict | None):
-        raise Refused(Problem(f"`weight_map` of `{index}` is no table", hint="get the file again"))
+        raise Refused(f"`weight_map` of `{index}` is no table", hint="get the file again")
     if (path / ADAPTERS).exists():  # which transformers would put into the weights
         hint = "merge them, or take them away if they are not meant"
-        raise Refused(Problem(f"`{path}` holds adapters beside its weights: `{ADAPTERS}`", hint=hint))
+        raise Refused(f"`{path}` holds adapters beside its weights: `{ADAPTERS}`", hint=hint)
     if said is None and not (path / SINGLE).is_file():
         hint = "weights are read from safetensors alone: nothing is unpickled"
-        raise Refused(Problem(f"`{path}` holds neither `{INDEX}` nor `{SINGLE}`", hint=hint))
+        raise Refused(f"`{path}` holds neither `{INDEX}` nor `{SINGLE}`", hint=hint)
     # transformers would load this one
     if said is not None and (path / SINGLE).exists() and SINGLE not in said.values():
         hint = "take away the one that is not the model's"
-        raise Refused(Problem(f"`{path}` holds both `{INDEX}` and a `{SINGLE}` that it does not name", hint=hint))
+        raise Refused(f"`{path}` holds both `{INDEX}` and a `{SINGLE}` that it does not name", hint=hint)
     shelf, spelled, left_out = (folder.shelf(path, said, SINGLE), dict(of.spelled), set[str]())
     for name in shelf.found if text is not tree else ():
         if name.startswith(TEXT):
@@ -150,7 +150,7 @@ def _source(path: Path, tree: Mapping[str, Any], text: Mapping[str, Any], of: Fa
             left_out.add(name)
     if both := [name for name, usual in spelled.items() if {name, usual} <= shelf.found.keys()]:
         hint = "keep the one that is the model's"
-        raise Refused(Problem(f"`{path}` holds `{both[0]}` and `{spelled[both[0]]}`, which are one tensor", hint=hint))
+        raise Refused(f"`{path}` holds `{both[0]}` and `{spelled[both[0]]}`, which are one tensor", hint=hint)
     return Source(path, shelf, spelled, form, frozenset(left_out))
 
 
@@ -170,7 +170,7 @@ def _tie(source: Source, of: Family) -> None:
         what = (
             f"`{head}` of `{source.file(head)}` is another than `{table}`, and `{source.at / folder.CONFIG}` ties them"
         )
-        raise Refused(Problem(what, key="tie_word_embeddings", hint="transformers leaves such two apart: say false"))
+        raise Refused(what, key="tie_word_embeddings", hint="transformers leaves such two apart: say false")
     source.left_out |= {source.stored(head)}
 
 
@@ -352,9 +352,7 @@ def peft(checkpoint: Path, out: Path, say: Say, named: str | None = None) -> str
     lowering, step, _ = exports.opened(checkpoint, None, say)
     lora = lowering.plan.recipe.feature.lora
     if lora is None:
-        raise Refused(
-            Problem(f"`{step}` has no adapters", key="feature.lora.rank", hint="`--as native` writes weights")
-        )
+        raise Refused(f"`{step}` has no adapters", key="feature.lora.rank", hint="`--as native` writes weights")
     of, keys = architecture(lowering.plan, named)
     _tell(keys, folder.CONFIG, say)
     source = exports.checked(step, lowering.plan)
@@ -367,7 +365,7 @@ def peft(checkpoint: Path, out: Path, say: Say, named: str | None = None) -> str
             said = (
                 f"`{tensor.name}` has an adapter, and transformers' `{of.architecture}` holds its experts in one tensor"
             )
-            raise Refused(Problem(said, key="feature.lora.targets", hint="`--as native` adds it to the weights"))
+            raise Refused(said, key="feature.lora.targets", hint="`--as native` adds it to the weights")
         for place in found:
             assert place.piece.there(tensor) is tensor, (
                 "a published tensor that packs several of ours has one adapter for each"

@@ -82,7 +82,7 @@ def tokenizer_of(path: Path) -> Path:
         found = trained_tokenizer(plan, load_plan(plan).plan)
     if found is None or not (found / tokenizer.FILE).is_file():
         at = f": it is not in `{found}`" if found not in (None, path) else ""
-        raise Refused(Problem(f"no tokenizer goes with `{path}`{at}", hint="give one: `--tokenizer FOLDER`"))
+        raise Refused(f"no tokenizer goes with `{path}`{at}", hint="give one: `--tokenizer FOLDER`")
     return found
 
 
@@ -97,14 +97,12 @@ def identity(path: Path) -> dict[str, Any]:
         hashes = {name: str(sha) for name, sha in (content.hashes(said) or {}).items() if name.endswith(".safetensors")}
         if said.get("weights") != folder.fingerprint(hashes):
             hint = "export again, or copy the whole folder"
-            raise Refused(Problem(f"`{path / folder.MANIFEST}` says other `weights` than its shards are", hint=hint))
+            raise Refused(f"`{path / folder.MANIFEST}` says other `weights` than its shards are", hint=hint)
         step, checkpoint = said.get("step"), said.get("checkpoint")
         if not (step is None or STEP.fullmatch(str(step))) or not (
             checkpoint is None or HASH.fullmatch(str(checkpoint))
         ):
-            raise Refused(
-                Problem(f"`{path / folder.MANIFEST}` says a `step` or `checkpoint` that is none", hint="export again")
-            )
+            raise Refused(f"`{path / folder.MANIFEST}` says a `step` or `checkpoint` that is none", hint="export again")
         unproven = [key for key in ("step", "checkpoint") if said.get(key) is not None]
         return {"step": step, "weights": said["weights"], "checkpoint": checkpoint, "unproven": unproven}
     step = distributed.step_folder(path)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from nam_megatron import installed
 from nam_megatron.data import indexed, manifest
 from nam_megatron.data.identity import overwritten
-from nam_megatron.errors import Problem, Refused, raise_if
+from nam_megatron.errors import Refused, raise_if
 from nam_megatron.hf.opened import absent, another_tokenizer, of_text, open_model
 
 SECONDS = 5.0  # between two words on how far it is
@@ -41,7 +41,7 @@ def perplexity(
     versions = installed.ask().as_dict()
     raise_if(absent(device, kernels))
     if split not in manifest.SPLITS:
-        raise Refused(Problem(f"`{split}` is no split", hint=f"there are: {', '.join(manifest.SPLITS)}"))
+        raise Refused(f"`{split}` is no split", hint=f"there are: {', '.join(manifest.SPLITS)}")
     made = manifest.read(dataset)
     raise_if([*manifest.damage(dataset, made, thorough=False), *overwritten(dataset, made)])
     bound = of_text(path)
@@ -58,13 +58,13 @@ def perplexity(
             labels = read[:, 1:].to(device)
             loss += F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum").item()
         if not math.isfinite(loss):
-            raise Refused(Problem(f"the loss of `{path}` is not finite: these weights are of no use"))
+            raise Refused(f"the loss of `{path}` is not finite: these weights are of no use")
         tokens += labels.numel()
         if time.monotonic() - told >= SECONDS:
             told = time.monotonic()
             say(f"{tokens:,} tokens of `{split}` in {told - begin:.0f} s, loss {loss / tokens:.4f}")
     if not tokens:
-        raise Refused(Problem(f"`{dataset / split}` has too few tokens for a window"))
+        raise Refused(f"`{dataset / split}` has too few tokens for a window")
     return {
         "loss": loss / tokens,
         "perplexity": math.exp(min(loss / tokens, 700.0)),
@@ -87,10 +87,7 @@ def held_out(dataset: Path, vocabulary: int, batch: int, length: int) -> torch.T
     read = next(windows(dataset / "valid", length, batch, batch), None)
     if read is None or read.shape != (batch, length):
         raise Refused(
-            Problem(
-                f"`{dataset / 'valid'}` has fewer than {batch} x {length} tokens",
-                hint="a smaller `--length` or `--batch`",
-            )
+            f"`{dataset / 'valid'}` has fewer than {batch} x {length} tokens", hint="a smaller `--length` or `--batch`"
         )
     return read
 
@@ -103,7 +100,7 @@ def windows(prefix: Path, length: int, most: int | None, batch: int) -> Iterator
     try:
         tokens = (said := indexed.read(prefix)).bytes // said.token_bytes
     except indexed.Unreadable as why:
-        raise Refused(Problem(str(why), key="data.path", hint="build the dataset again")) from None
+        raise Refused(str(why), key="data.path", hint="build the dataset again") from None
     if not tokens:
         return
     index = IndexedDataset(str(prefix))

@@ -117,7 +117,7 @@ class Form:
         kept = self.keeps(name, shelf.found)
         value = self.number(lambda part: shelf.get(f"{name}{part}"), name) if kept else shelf.get(name)
         if shape is not None and tuple(value.shape) != shape:
-            raise Refused(Problem(f"`{name}` is {list(value.shape)} by its parts, and {list(shape)} in the plan"))
+            raise Refused(f"`{name}` is {list(value.shape)} by its parts, and {list(shape)} in the plan")
         return value
 
 
@@ -198,7 +198,7 @@ class Packed(Form):
         rows, columns = shape
         if rows != len(words) or -(-columns * self.bits // WORD) != words.size(1) or columns % scale.size(1):
             said = f"`{name}_shape` says {shape}, and `{name}_packed` is {list(words.shape)} words"
-            raise Refused(Problem(said, hint="get the files again"))
+            raise Refused(said, hint="get the files again")
         at = torch.arange(0, WORD, self.bits, dtype=torch.int32)
         values = (words[:, :, None] >> at & (1 << self.bits) - 1).flatten(1)[:, :columns] - (1 << self.bits - 1)
         return values.float() * scale.repeat_interleave(columns // scale.size(1), 1)
@@ -237,18 +237,18 @@ def form(path: Path, tree: Mapping[str, Any], text: Mapping[str, Any], packs: bo
     blocks = isinstance(sizes, list) and [type(size) for size in sizes] == [int, int] and min(sizes) > 0
     packed = _packed(keys) if method == "compressed-tensors" else None
     if key != KEY or not {"fp8": blocks, "mxfp4": packs, "compressed-tensors": packed}.get(str(method)):
-        raise Refused(Problem(f"`{path / name}` quantizes its weights: `{method}`", key=key or None, hint=HINT))
+        raise Refused(f"`{path / name}` quantizes its weights: `{method}`", key=key or None, hint=HINT)
     at = next((at for at in PLAIN if keys.get(at)), PLAIN[-1])
     plain = keys.get(at) or []
     if not (isinstance(plain, list) and all(isinstance(pattern, str) for pattern in plain)):
         what = f"`{at}` is {plain!r} in `{path / name}`"
-        raise Refused(Problem(what, key=KEY, hint="it is a list of modules"))
+        raise Refused(what, key=KEY, hint="it is a list of modules")
     for pattern in (pattern for pattern in plain if pattern.startswith(REGEX)):
         try:
             re.compile(pattern.removeprefix(REGEX))
         except re.error as err:
             what = f"`{pattern}` is no regular expression in `{path / name}`: {err}"
-            raise Refused(Problem(what, key=f"{KEY}.{at}")) from None
+            raise Refused(what, key=f"{KEY}.{at}") from None
     if packed:
         return Packed(tuple(plain), at, *packed)
     return Mxfp4(tuple(plain), at) if method == "mxfp4" else Blocks(tuple(plain), at, tuple(sizes or ()))

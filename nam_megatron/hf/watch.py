@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from nam_megatron.data import manifest
-from nam_megatron.errors import Problem, Refused, raise_if
+from nam_megatron.errors import Refused, raise_if
 from nam_megatron.hf import folder
 from nam_megatron.hf.export import export
 from nam_megatron.hf.opened import identity
@@ -64,7 +64,7 @@ def _of(export: Path, step: Path) -> dict[str, Any]:
     made = identity(export)
     if (made["step"], made["checkpoint"]) != (step.name, checksums.whole(step)):
         message = f"`{export}` was there already, and is not the export of `{step}`"
-        raise Refused(Problem(message, hint="take it away, or name another folder"))
+        raise Refused(message, hint="take it away, or name another folder")
     return made
 
 

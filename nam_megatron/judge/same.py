@@ -194,7 +194,5 @@ def read(path: Path) -> dict[str, Any]:
     except OSError as err:
         raise Refused(closed(err, "schedule.load")) from None
     except (ValueError, AttributeError, RecursionError, KeyError, TypeError) as err:
-        raise Refused(
-            Problem(f"`{path}` cannot be understood: {err}", key="schedule.load", law="plan-unreadable")
-        ) from None
+        raise Refused(f"`{path}` cannot be understood: {err}", key="schedule.load", law="plan-unreadable") from None
     return tree

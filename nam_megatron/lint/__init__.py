@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from nam_megatron.errors import FINDINGS, OK, Problem, Refused
+from nam_megatron.errors import FINDINGS, OK, Refused
 from nam_megatron.lint.follow import Fork
 from nam_megatron.lint.model import Model
 from nam_megatron.lint.read import Launch, read, stored
@@ -64,9 +64,7 @@ def lint(
     launch = stored(text, target or current()) if isinstance(text, Path) else read(text, target or current(), name)
     if launch.gpus and gpus not in (None, launch.gpus):
         raise Refused(
-            Problem(
-                f"`gpus={gpus}`, and `{name}` says {launch.gpus}", key="gpus", hint="leave it out, or change the text"
-            )
+            f"`gpus={gpus}`, and `{name}` says {launch.gpus}", key="gpus", hint="leave it out, or change the text"
         )
     cost = len(launch.text) // LONG if launch.kind in ("script", "python") else launch.spent // STEPS
     most = MOST // (1 + cost)

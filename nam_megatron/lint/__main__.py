@@ -5,7 +5,7 @@ import difflib
 import sys
 from collections.abc import Iterable
 
-from nam_megatron.errors import OK, REFUSED, Problem, Refused, finish, raise_if_twice
+from nam_megatron.errors import OK, REFUSED, Refused, finish, raise_if_twice
 from nam_megatron.lint import Report, flops, lint, report
 from nam_megatron.lint.read import of_file
 from nam_megatron.lint.rules import BY_ID
@@ -74,26 +74,24 @@ def _options(words: list[str]) -> dict:
         key, equals, value = word.removeprefix("--").partition("=")
         if not equals or key not in KEYS or not value:
             known = "; ".join(f"{k}={v}" for k, v in KEYS.items())
-            raise Refused(Problem(f"`{word}` is no option", hint=f"{_meant(key, KEYS)}one FILE, and {known}"))
+            raise Refused(f"`{word}` is no option", hint=f"{_meant(key, KEYS)}one FILE, and {known}")
         given.append((key, value))
     raise_if_twice(given)
     found |= given
     if found["flops"] not in ("true", "false"):
-        raise Refused(Problem(f"`flops` is true or false, not `{found['flops']}`", key="flops"))
+        raise Refused(f"`flops` is true or false, not `{found['flops']}`", key="flops")
     found["flops"] = found["flops"] == "true"
     if found["format"] not in ("text", "json"):
-        raise Refused(Problem(f"no format `{found['format']}`", key="format", hint="there are: text, json"))
+        raise Refused(f"no format `{found['format']}`", key="format", hint="there are: text, json")
     if found["gpus"] is not None:
         if not (found["gpus"].isascii() and found["gpus"].isdigit() and 0 < int(found["gpus"]) < 1_000_000):
-            raise Refused(Problem(f"`{found['gpus']}` is no number of GPUs", key="gpus"))
+            raise Refused(f"`{found['gpus']}` is no number of GPUs", key="gpus")
         found["gpus"] = int(found["gpus"])
     if found["ignore"]:
         found["ignore"] = tuple(found["ignore"].split(","))
         for name in found["ignore"]:
             if name not in BY_ID:
-                raise Refused(
-                    Problem(f"no rule `{name}`", key="ignore", hint=_meant(name, BY_ID) + "docs/lint.md lists them")
-                )
+                raise Refused(f"no rule `{name}`", key="ignore", hint=_meant(name, BY_ID) + "docs/lint.md lists them")
     return found
 
 

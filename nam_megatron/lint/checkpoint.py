@@ -11,7 +11,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from nam_megatron.errors import Problem, Refused
+from nam_megatron.errors import Refused
 from nam_megatron.targets import Target
 from nam_megatron.targets.target import AS_TEXT, as_text, legal
 from nam_megatron.tracker import TRACKER, newest
@@ -65,7 +65,7 @@ def file_of(path: Path) -> Path:
         hint = f"name the folder that holds `{TRACKER}`, a step's folder with `common.pt`, or that file"
         if (path / "plan.json").is_file():
             hint = f"name the plan in it, `{path}/plan.json`"
-        raise Refused(Problem(f"no checkpoint of Megatron's in `{path}`", hint=hint))
+        raise Refused(f"no checkpoint of Megatron's in `{path}`", hint=hint)
     return found
 
 
@@ -94,7 +94,7 @@ def stored(path: Path) -> dict[str, Any]:
     except Exception as err:  # whatever a broken or hostile pickle makes of its reader
         hint = "give `common.pt` as Megatron wrote it, or a checkpoint's folder"
         why = str(err) or type(err).__name__
-        raise Refused(Problem(f"no arguments can be read from `{path}`: {why}", hint=hint)) from None
+        raise Refused(f"no arguments can be read from `{path}`: {why}", hint=hint) from None
 
 
 def words(args: dict[str, Any], target: Target) -> tuple[list[str], list[str]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from nam_megatron import migrate
-from nam_megatron.errors import Problem, Refused
+from nam_megatron.errors import Refused
 from nam_megatron.targets import Target
 from nam_megatron.targets.target import AS_TEXT, as_text, legal
 from nam_megatron.words.setting import Setting
@@ -53,17 +53,13 @@ def plan(root: Mapping[str, Any], name: str) -> tuple[str, tuple[str, ...]] | No
         except (ValueError, RecursionError):
             tree = None
         if not isinstance(tree, dict):
-            raise Refused(
-                Problem(f"`model.nam_recipe` in `{name}` is no recipe", hint="take the file as Bridge wrote it")
-            )
+            raise Refused(f"`model.nam_recipe` in `{name}` is no recipe", hint="take the file as Bridge wrote it")
         return plan_json(translate(from_tree(tree))), (note,)
     recipe, target = root[RECIPE], str(root[RECIPE][CLASS])
     preset = _preset(target.removeprefix(OURS)) if target.startswith(OURS) else None
     if preset is None:
         hint = "give the `run_config.yaml` beside a checkpoint of it, or what `container.to_yaml(PATH)` writes"
-        raise Refused(
-            Problem(f"`{name}` names a Python function, `{target}`, and only its container says the model", hint=hint)
-        )
+        raise Refused(f"`{name}` names a Python function, `{target}`, and only its container says the model", hint=hint)
     laid = [
         f"{section}.{field}"
         for section, fields in root.items()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nam_megatron.conf import READ_FROM
-from nam_megatron.errors import Problem, Refused, shown
+from nam_megatron.errors import Refused, shown
 from nam_megatron.lint import Report, lint, recipe
 from nam_megatron.lint.read import of_file
 from nam_megatron.lint.rules.rule import FAIL, WRONG
@@ -23,9 +23,7 @@ def of_config(path: Path) -> tuple[str, Path]:
     """
     found = lint(of_file(str(path)), str(path))
     if found.launch.kind != "huggingface":
-        raise Refused(
-            Problem(f"`{path}` is no config.json of Hugging Face", key="conf", hint="`conf=NAME` chooses a preset")
-        )
+        raise Refused(f"`{path}` is no config.json of Hugging Face", key="conf", hint="`conf=NAME` chooses a preset")
     name = re.sub(r"\W", "_", f"of_{path.resolve().parent.name}")
     sys.stderr.write(shown("".join(f"> {path}: {line}\n" for line in stops(found))))
     made = recipe.make(found, path.with_name(f"{name}.yaml"))

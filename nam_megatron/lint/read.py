@@ -102,7 +102,7 @@ def read(text: str, target: Target, name: str = "-", decided: Mapping[str, bool]
         Refused: if there is none, or if our trainer would not take the plan that it starts with.
     """
     if len(text) > LONGEST:
-        raise Refused(Problem(f"`{name}` has {len(text):,} characters, which no launch has"))
+        raise Refused(f"`{name}` has {len(text):,} characters, which no launch has")
     text = (
         text.replace("\r\n", "\n")
         .translate({ord(c): None for c in (follow.OPEN, follow.CLOSE, follow.BLANK, "\0")})
@@ -119,10 +119,10 @@ def read(text: str, target: Target, name: str = "-", decided: Mapping[str, bool]
         else:
             launch = _shell(text, target, name, decided or {})
     except SyntaxError as err:
-        raise Refused(Problem(f"`{name}` is no Python: {err.msg} in line {err.lineno}", hint=FORMS)) from None
+        raise Refused(f"`{name}` is no Python: {err.msg} in line {err.lineno}", hint=FORMS) from None
     except (ShellError, yaml.YAMLError, RecursionError, ValueError) as err:
         what = " ".join(str(err).split()).replace('in "<unicode string>",', "at") or "nested too deep"
-        raise Refused(Problem(f"`{name}` cannot be read: {what}", hint=FORMS)) from None
+        raise Refused(f"`{name}` cannot be read: {what}", hint=FORMS) from None
     if not _flags(launch.words, target):
         raise Refused(_no_config(text, name) or _no_launch(launch, name))
     return replace(_planned(launch, name), name=name)
@@ -153,15 +153,11 @@ def of_file(name: str) -> str | Path:
             data = file.read(4 * LONGEST + 4)  # a device has no end
     except (OSError, ValueError) as err:
         reason = getattr(err, "strerror", None) or str(err)
-        raise Refused(
-            Problem(f"cannot read `{name}`: {reason}", hint="name a file, or `-` for standard input")
-        ) from None
+        raise Refused(f"cannot read `{name}`: {reason}", hint="name a file, or `-` for standard input") from None
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as err:
-        raise Refused(
-            Problem(f"`{name}` is not UTF-8: {err.reason} at byte {err.start}", hint="save it as UTF-8")
-        ) from None
+        raise Refused(f"`{name}` is not UTF-8: {err.reason} at byte {err.start}", hint="save it as UTF-8") from None
 
 
 def _no_config(text: str, name: str) -> Problem | None:
@@ -426,10 +422,10 @@ def _yaml(text: str, target: Target, name: str) -> Launch:
                 entries += [((), name, node) for name, node in folders.items() if name not in given]
     if len(mapped := [n for _, n, node in entries if _names_one(n, node, target)]) > 2:
         what = f"`{name}` says {quoted(mapped[:3])} by names, as a table of another program's fields does: nothing is started with it"
-        raise Refused(Problem(what, hint=FORMS))
+        raise Refused(what, hint=FORMS)
     if len(prose := [n for _, n, node in entries if _tells(n, node, target)]) > 1:
         what = f"`{name}` tells of {quoted(prose)} in sentences, as a text for people does: nothing is started with it"
-        raise Refused(Problem(what, hint=FORMS))
+        raise Refused(what, hint=FORMS)
     dashed = any(name.startswith("--") for _, name, _ in entries)
     if swept := [name for _, name, node in entries if _swept(name, node, target)]:
         if all(isinstance(node, yaml.SequenceNode) for _, name, node in entries if _flag(name, target)):
@@ -554,7 +550,7 @@ def _bridge(root: dict[str, Any], text: str, target: Target, name: str) -> Launc
         AttributeError,
         LookupError,
     ) as err:  # whatever a field of another shape makes a rule raise
-        raise Refused(Problem(f"`{name}` is no container as Bridge writes it: {err}", hint=FORMS)) from None
+        raise Refused(f"`{name}` is no container as Bridge writes it: {err}", hint=FORMS) from None
     partial = not isinstance(root.get("train"), dict)  # a description of a model alone, as those beside a converted one
     return Launch(target, tuple(words), "container", text, env, notes=tuple(notes), partial=partial)
 

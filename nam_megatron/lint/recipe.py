@@ -97,18 +97,14 @@ def write(report: Report, out: str) -> Made:
     path = Path(out)
     if not path.stem.isidentifier() or path.suffix not in (".yaml", ".yml"):
         raise Refused(
-            Problem(
-                f"`{out}` is no file name for a preset", key="recipe", hint="letters, digits and `_`, ending in .yaml"
-            )
+            f"`{out}` is no file name for a preset", key="recipe", hint="letters, digits and `_`, ending in .yaml"
         )
     _keep(path)
     made = make(report, path)
     try:
         write_whole(path, made.yaml)
     except OSError as err:
-        raise Refused(
-            Problem(f"cannot write `{out}`: {err.strerror}", key="recipe", hint="name a file you may write")
-        ) from None
+        raise Refused(f"cannot write `{out}`: {err.strerror}", key="recipe", hint="name a file you may write") from None
     return made
 
 
@@ -121,7 +117,7 @@ def _keep(path: Path) -> None:
     except (OSError, UnicodeDecodeError):
         lines = []
     if not any(line.startswith("# From ") and line.endswith(WRITTEN_BY) for line in lines[:3]):
-        raise Refused(Problem(f"`{path}` exists, and lint has not written it", key="recipe", hint="name another file"))
+        raise Refused(f"`{path}` exists, and lint has not written it", key="recipe", hint="name another file")
 
 
 BESIDE_STEPS = ("save", "save_interval", "async_save", "load", "eval_steps", "eval_interval")
@@ -133,11 +129,11 @@ def make(report: Report, path: Path, stepping: bool = False) -> Made:
     lost: list[str] = []
     if m.hidden_mixers:
         hint = "lint the run.sh that stands beside its plan.json"
-        raise Refused(Problem("no recipe: what `--nam-model` stands for is not in the text", key="recipe", hint=hint))
+        raise Refused("no recipe: what `--nam-model` stands for is not in the text", key="recipe", hint=hint)
     try:
         groups, wanted = _groups(a, m), _ours(m, path.stem) or _wanted(a, m, path.stem, lost)
     except NotKnown as err:
-        raise Refused(Problem(f"no recipe: `{err}` is not known", key="recipe", hint=_missing(a, str(err)))) from None
+        raise Refused(f"no recipe: `{err}` is not known", key="recipe", hint=_missing(a, str(err))) from None
     if stepping and m.plan is None:
         for key in BESIDE_STEPS:
             wanted["schedule"].pop(key, None)
@@ -384,7 +380,7 @@ NO_LAYERS = "a hybrid's layers are `--hybrid-layer-pattern PATTERN`, in letters 
 def _wanted(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
     """Everything a recipe can say of the launch. What no recipe can say at all goes into `lost`."""
     if m.bad_symbols or not m.layers:
-        raise Refused(Problem("no recipe: the launch builds no layers", key="recipe", hint=NO_LAYERS))
+        raise Refused("no recipe: the launch builds no layers", key="recipe", hint=NO_LAYERS)
     lost += [f"{flag}: of the training script, not of Megatron's parser" for flag in dict.fromkeys(a.script_flags)]
     lost += [f"{flag}: what it names is not read" for flag in m.from_elsewhere]
     lost += a.launch.unsaid
@@ -542,7 +538,7 @@ def _blocks(m: Model, lost: list[str]) -> Tree:
     needed = m.kinds.union(*(KINDS[kind].needs for kind in m.kinds))
     if dumb := [KINDS[kind].title for kind in KINDS if kind in needed and not facet(kind)]:
         text = f"no recipe: {', '.join(dumb)} cannot be said in Megatron's arguments"
-        raise Refused(Problem(text, key="recipe", hint="lint the run.sh that stands beside its plan.json"))
+        raise Refused(text, key="recipe", hint="lint the run.sh that stands beside its plan.json")
     return {kind: facet(kind).keys(m.a, m, lost) for kind in KINDS if kind in needed}
 
 

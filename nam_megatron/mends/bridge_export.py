@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 
-from nam_megatron.errors import Problem, Refused
+from nam_megatron.errors import Refused
 from nam_megatron.mends import Plan
 
 
@@ -26,7 +26,7 @@ def _ours_alone(convert: Any) -> Any:
                 f"`{type(self).__name__}` does not know this model: its attention has another position embedding or"
                 " kind, and its Mamba-3, M2RNN, DSA, MLA or MTP layers would be left out or taken for others"
             )
-            raise Refused(Problem(message, hint="`python -m nam_megatron.hf export`, or AutoBridge on such an export"))
+            raise Refused(message, hint="`python -m nam_megatron.hf export`, or AutoBridge on such an export")
         return convert(self, megatron_model, *words, **named)
 
     return converted

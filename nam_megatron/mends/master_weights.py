@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from nam_megatron.errors import Problem, Refused
+from nam_megatron.errors import Refused
 from nam_megatron.mends import Plan
 
 SAVE, LOAD = "sharded_param_state_fully_reshardable", "load_parameter_state_from_fully_reshardable"
@@ -41,7 +41,7 @@ def install(plan: Plan) -> None:
             problem += f" and {len(off) - 1} more" if len(off) > 1 else ""
             hint = "Megatron 0.19.2 writes such checkpoints where this trainer does not mend it, as older ones of ours did not; "
             hint += "`python -m nam_megatron.hf export`, then `import`, keeps the weights: another run, with a fresh optimizer"
-            raise Refused(Problem(problem, key="schedule.load", hint=hint))
+            raise Refused(problem, key="schedule.load", hint=hint)
 
     setattr(DistributedOptimizer, SAVE, saved)
     setattr(DistributedOptimizer, LOAD, loaded)

@@ -22,7 +22,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 
 from nam_megatron.compile.plan import Plan
-from nam_megatron.errors import Problem, Refused
+from nam_megatron.errors import Refused
 from nam_megatron.words.whole import digest, write_whole
 
 
@@ -75,7 +75,7 @@ def _kept_whole(build: Callable[[Any], Any]) -> Callable[[Any], Any]:
         except OSError as err:
             message = f"the order of samples in `{folder}` cannot be kept: {err.strerror}"
             hint = "make room there, or let `data.cache` name a folder that may be written to"
-            raise Refused(Problem(message, key="data.cache", hint=hint)) from None
+            raise Refused(message, key="data.cache", hint=hint) from None
         return order
 
     return built

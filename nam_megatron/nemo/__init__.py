@@ -86,7 +86,7 @@ def __getattr__(name: str) -> Callable[..., "NamContainer"]:
         if name.endswith(FINETUNE) and made.checkpoint.pretrained_checkpoint is None:
             hint = "`overrides=['schedule.pretrained=FOLDER', 'data=sft', ...]`"
             raise Refused(
-                Problem("nothing to finetune: no pretrained checkpoint is named", key="schedule.pretrained", hint=hint)
+                "nothing to finetune: no pretrained checkpoint is named", key="schedule.pretrained", hint=hint
             )
         return made
 

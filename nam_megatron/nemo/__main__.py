@@ -67,13 +67,13 @@ def trained(
     pretrained = recipe.schedule.pretrained
     if task == "finetune" and pretrained is None:
         message = "nothing to finetune: no pretrained checkpoint is named"
-        raise Refused(Problem(message, key="schedule.pretrained", hint="give it, or `pretrain` from random weights"))
+        raise Refused(message, key="schedule.pretrained", hint="give it, or `pretrain` from random weights")
     if task == "pretrain" and pretrained is not None:
         message = "`pretrain` starts from random weights, and a pretrained checkpoint is named"
-        raise Refused(Problem(message, key="schedule.pretrained", hint="`finetune` starts from it"))
+        raise Refused(message, key="schedule.pretrained", hint="`finetune` starts from it")
     if words["out"] is not None:
         hint = "`dump out=FILE` writes the container, `schedule.save=FOLDER` says where checkpoints go"
-        raise Refused(Problem(f"`{task}` writes no such file", key="out", hint=hint))
+        raise Refused(f"`{task}` writes no such file", key="out", hint=hint)
     if typed is not None:
         return dry(recipe, fields, [task, *typed])
     from nam_megatron.nemo.train import start
@@ -149,9 +149,9 @@ def command() -> int:
         app.run("nemo", ("out",), run)
     hint = "there are: dump conf=NAME, pretrain conf=NAME, finetune conf=NAME, list, doctor"
     if task not in ("list", "doctor"):
-        raise Refused(Problem(f"no task `{task}`" if task else "no task is named", hint=hint))
+        raise Refused(f"no task `{task}`" if task else "no task is named", hint=hint)
     if rest:
-        raise Refused(Problem(f"`{task}` takes no words, and here is `{rest[0]}`", hint=hint))
+        raise Refused(f"`{task}` takes no words, and here is `{rest[0]}`", hint=hint)
     return {"list": names, "doctor": diagnose}[task]()
 
 

@@ -14,7 +14,7 @@ from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.utils import unwrap_model
 
 from nam_megatron.compile.plan import Plan
-from nam_megatron.errors import Problem, Refused
+from nam_megatron.errors import Refused
 
 
 def lora(plan: Plan) -> LoRA | None:
@@ -46,7 +46,7 @@ def stand(models: Sequence[torch.nn.Module], plan: Plan) -> None:
     missing = set(feature.modules(plan.site)) - adapted
     if missing or trained:
         what = f"`{sorted(missing)[0]}` has no adapter" if missing else f"`{sorted(trained)[0]}` would be trained too"
-        raise Refused(Problem(f"the adapters do not stand as the recipe has them: {what}", key="feature.lora.targets"))
+        raise Refused(f"the adapters do not stand as the recipe has them: {what}", key="feature.lora.targets")
 
 
 def _whole(mixer: torch.nn.Module) -> None:

@@ -53,7 +53,7 @@ class _Dropped(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno >= logging.WARNING and not record.getMessage().startswith(self.OTHERS):
-            raise Refused(Problem(record.getMessage(), hint="name a field that exists, or leave it out"))
+            raise Refused(record.getMessage(), hint="name a field that exists, or leave it out")
         return True
 
 

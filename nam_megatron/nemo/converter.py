@@ -22,7 +22,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from nam_megatron.compile.argv import load_plan
 from nam_megatron.compile.lower import Lowering
-from nam_megatron.errors import Problem, Refused, raise_if
+from nam_megatron.errors import Refused, raise_if
 from nam_megatron.hf import check, describe, distributed, export
 from nam_megatron.judge.resume import PLAN
 from nam_megatron.tracker import RELEASE
@@ -43,7 +43,7 @@ class NamBridge(MegatronModelBridge):
 
     def mapping_registry(self) -> Any:
         message = "there are no mappings by name: an export's tensors are joined of several"
-        raise Refused(Problem(message, hint="`load_weights_hf_to_megatron`, `stream_weights_megatron_to_hf`"))
+        raise Refused(message, hint="`load_weights_hf_to_megatron`, `stream_weights_megatron_to_hf`")
 
     def load_weights_hf_to_megatron(
         self, hf_pretrained: Any, megatron_model: Any, allowed_mismatched_params: list[str] | None = None
@@ -83,7 +83,7 @@ def _folder(hf_pretrained: Any) -> Path:
 def _one(models: Any) -> Any:
     models = models if isinstance(models, list) else [models]
     if len(models) != 1:
-        raise Refused(Problem("virtual pipeline stages are not converted", hint="build the model without them"))
+        raise Refused("virtual pipeline stages are not converted", hint="build the model without them")
     return models[0]
 
 

@@ -91,7 +91,7 @@ def _state(path: Path) -> tuple[int, int]:
         state = torch.load(path, weights_only=True)
         return state["step"].item(), state["consumed_train_samples"].item()
     except Exception as err:  # whatever a cut-off file makes torch raise
-        raise Refused(Problem(f"`{path}` cannot be read: {err}", key="schedule.load")) from None
+        raise Refused(f"`{path}` cannot be read: {err}", key="schedule.load") from None
 
 
 # Once the model is built ------------------------------------------------------------------------------------------------

@@ -82,9 +82,7 @@ def carried(c: ConfigContainer) -> Recipe:
         tree = json.loads(c.model.nam_recipe)
         if isinstance(tree, dict):
             return from_tree(tree)
-    raise Refused(
-        Problem("`model.nam_recipe` is no longer the line that the container was made of", hint="leave it out")
-    )
+    raise Refused("`model.nam_recipe` is no longer the line that the container was made of", hint="leave it out")
 
 
 def settle(
@@ -334,7 +332,7 @@ def _corpus(recipe: Recipe, changed: dict[str, Any], now: Mapping[str, Any]) -> 
     )
     if apart and not (isinstance(apart, list) and len(apart) == 3 and apart[0] and apart[1] and not apart[2]):
         hint = "one for training, one for validation and none for tests: `dataset.blend_per_split=[[[A],[1.0]],[[B],[1.0]],null]`"
-        raise Refused(Problem(f"`dataset.blend_per_split` is {apart!r}", key="data.valid_parts", hint=hint))
+        raise Refused(f"`dataset.blend_per_split` is {apart!r}", key="data.valid_parts", hint=hint)
     words = list(path.split() if isinstance(path, str) else path or ())
     parts = _parts((apart[0] if apart else blend) or ((words[1::2], words[::2]) if len(words) > 1 else [words, None]))
     tokenizer, split = now["tokenizer.tokenizer_model"], now["dataset.split"]
@@ -367,14 +365,14 @@ def _corpus(recipe: Recipe, changed: dict[str, Any], now: Mapping[str, Any]) -> 
 def _parts(blend: Any) -> list[dict[str, Any]]:
     if not (isinstance(blend, (list, tuple)) and len(blend) == 2 and isinstance(blend[0], list)):
         hint = "a list of datasets and one of their weights: `dataset.blend=[[FOLDER/A,FOLDER/B],[0.7,0.3]]`"
-        raise Refused(Problem(f"a blend is {blend!r}", key="data.parts", hint=hint))
+        raise Refused(f"a blend is {blend!r}", key="data.parts", hint=hint)
     names, weights = blend
     try:
         return [{"weight": float(weight), "path": name} for weight, name in zip(weights or [1], names, strict=True)]
     except (ValueError, TypeError):
         message = f"the container names {', '.join(map(str, names))} with the weights {weights}"
         hint = "a weight for each dataset: `dataset.data_path='0.7 FOLDER/A 0.3 FOLDER/B'`"
-        raise Refused(Problem(message, key="data.parts", hint=hint)) from None
+        raise Refused(message, key="data.parts", hint=hint) from None
 
 
 def _start(recipe: Recipe, changed: dict[str, Any]) -> Recipe:
@@ -442,7 +440,7 @@ def _with_world(recipe: Recipe) -> Recipe:
     if world % a_node or here != a_node:
         said = f"{world} processes on hosts of {a_node} GPUs" + (f", and here are {here}" if here != a_node else "")
         hint = f"start full hosts of {a_node} GPUs, or change `cluster.gpus_per_node`"
-        raise Refused(Problem(said, key="cluster.gpus_per_node", hint=hint))
+        raise Refused(said, key="cluster.gpus_per_node", hint=hint)
     if world == recipe.world_size:
         return recipe
     cluster = recipe.cluster.model_copy(update={"nodes": world // a_node, "gpus_per_node": a_node})

@@ -55,7 +55,7 @@ def laid(recipe: Recipe, words: Sequence[str]) -> "NamContainer":
     from megatron.bridge.training import config
     from megatron.bridge.training.utils.omegaconf_utils import OverridesError, process_config_with_overrides
 
-    from nam_megatron.errors import Problem, Refused
+    from nam_megatron.errors import Refused
     from nam_megatron.nemo.container import container, settled
 
     made = container(translate(recipe))
@@ -75,6 +75,6 @@ def laid(recipe: Recipe, words: Sequence[str]) -> "NamContainer":
     except (HydraException, OverridesError) as err:
         first = str(err).strip().splitlines()[0].removeprefix("Failed to parse Hydra overrides: ")
         hint = "a word is `SECTION.FIELD=VALUE`, in quotes where the value has brackets or blanks"
-        raise Refused(Problem(f"fields of the container: {first}", hint=hint)) from None
+        raise Refused(f"fields of the container: {first}", hint=hint) from None
     settled(made, saved=False)
     return made

@@ -8,7 +8,7 @@ from typing import Any
 
 from nam_megatron import app, installed
 from nam_megatron.compile.lower import translate
-from nam_megatron.errors import INCOMPLETE, Problem, Refused, counted, raise_if_twice
+from nam_megatron.errors import INCOMPLETE, Refused, counted, raise_if_twice
 from nam_megatron.prove.compare import BITS, ORDER, Row
 from nam_megatron.prove.proof import Part, Proof, prove
 from nam_megatron.recipe import Recipe
@@ -36,16 +36,16 @@ def check(words: Mapping[str, Any]) -> None:
     choices = {"run_on": DEVICES, "format": ("auto", "table", "json")}
     for key, allowed in choices.items():
         if words[key] not in allowed:
-            raise Refused(Problem(f"no `{words[key]}`", key=key, hint=f"there are: {', '.join(allowed)}"))
+            raise Refused(f"no `{words[key]}`", key=key, hint=f"there are: {', '.join(allowed)}")
     if not isinstance(words["resume"], bool):  # 1 is equal to True
         raise Refused(
-            Problem(f"`{words['resume']}` is neither true nor false", key="resume", hint="`resume=false` leaves it out")
+            f"`{words['resume']}` is neither true nor false", key="resume", hint="`resume=false` leaves it out"
         )
     steps = words["steps"]
     if type(steps) is not int or not 1 <= steps <= 100:  # True is an int
         shown = str(steps).lower() if isinstance(steps, bool) else steps
         hint = "2 or 3 show what there is to see"
-        raise Refused(Problem(f"`{shown}` is no number of steps from 1 to 100", key="steps", hint=hint))
+        raise Refused(f"`{shown}` is no number of steps from 1 to 100", key="steps", hint=hint)
 
 
 def text(proof: Proof, every: bool = False) -> str:

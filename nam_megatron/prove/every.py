@@ -128,7 +128,7 @@ def record(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     try:
         path.write_text("[\n " + ",\n ".join(map(json.dumps, rows)) + "\n]\n", encoding="utf-8")
     except OSError as err:
-        raise Refused(Problem(f"cannot write `{path}`: {err.strerror}", hint="name a file you may write")) from None
+        raise Refused(f"cannot write `{path}`: {err.strerror}", hint="name a file you may write") from None
 
 
 def command() -> int:

@@ -34,26 +34,22 @@ def letters(recipe: Recipe) -> tuple[str, list[int]]:
             message = f"a pattern of {len(pattern)} letters for {depth} layers: the last {len(pattern) - depth} would be cut off"
             hint = f"set `model.depth={len(pattern)}`, or write the letters of {depth} layers: `model.pattern={pattern[:depth]}`"
             raise Refused(
-                Problem(
-                    message,
-                    key="model.pattern",
-                    hint=hint if depth <= 60 else f"set `model.depth={len(pattern)}`",
-                    law="pattern-cut-off",
-                )
+                message,
+                key="model.pattern",
+                hint=hint if depth <= 60 else f"set `model.depth={len(pattern)}`",
+                law="pattern-cut-off",
             )
         return "".join(pattern[i % len(pattern)] for i in range(depth)), []
     pieces = pattern.split("|")
     if not all(pieces):
         hint = "write letters on both sides of each `|`"
-        raise Refused(
-            Problem("the pattern has an empty pipeline segment", key="model.pattern", hint=hint, law="segment-empty")
-        )
+        raise Refused("the pattern has an empty pipeline segment", key="model.pattern", hint=hint, law="segment-empty")
     if (total := sum(map(len, pieces))) != depth:
         message = (
             f"the pattern's segments have {total} letters and `model.depth` is {depth}; a pattern with `|` is not tiled"
         )
         hint = f"set `model.depth={total}`, or write no `|` and let the planner cut"
-        raise Refused(Problem(message, key="model.pattern", hint=hint, law="segments-against-depth"))
+        raise Refused(message, key="model.pattern", hint=hint, law="segments-against-depth")
     ends, end = [], 0
     for piece in pieces[:-1]:
         end += len(piece)
@@ -167,7 +163,7 @@ def mtp(recipe: Recipe, main: list[str]) -> tuple[str, ...]:
     attention = latent(main) or ("attention" if "attention" in main else None)
     if attention is None:
         message = "MTP needs an attention kind and the pattern has none"
-        raise Refused(Problem(message, key="feature.mtp.depths", hint="set it to 0", law="mtp-without-attention"))
+        raise Refused(message, key="feature.mtp.depths", hint="set it to 0", law="mtp-without-attention")
     return attention, "mlp"
 
 
@@ -371,11 +367,10 @@ def missing(recipe: Recipe) -> Iterator[Problem]:
             yield no_layer(kind, here, recipe)
         how, keys = getattr(recipe.execution, kind, None), KINDS[kind].keys(executes=True)
         if how is None and kind in configs and keys:
-            hint = f"give its keys, {', '.join(keys)}: `+execution.{kind}=...`"
             yield Problem(
                 f"a layer is `{kind}`, and nothing says how it is executed",
                 key=f"execution.{kind}",
-                hint=hint,
+                hint=f"give its keys, {', '.join(keys)}: `+execution.{kind}=...`",
                 law="kind-unsaid",
             )
         elif how is not None and kind not in configs:

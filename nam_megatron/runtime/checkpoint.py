@@ -230,9 +230,7 @@ def alone(folder: Path) -> None:
     except BlockingIOError:
         os.close(lock)
         hint = f"let it end, or name another folder; if its host died with the lock, remove `{folder / LOCK}`"
-        raise Refused(
-            Problem(f"another run that goes on saves into `{folder}`", key="schedule.save", hint=hint)
-        ) from None
+        raise Refused(f"another run that goes on saves into `{folder}`", key="schedule.save", hint=hint) from None
     except OSError:  # a file system without locks
         pass
     SAVING[folder.resolve()] = lock

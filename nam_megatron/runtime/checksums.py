@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from nam_megatron.errors import OK, Problem, Refused, finish
+from nam_megatron.errors import OK, Refused, finish
 from nam_megatron.tracker import INTEGRITY
 from nam_megatron.words import regular
 from nam_megatron.words.whole import digest, is_part, write_whole
@@ -152,16 +152,13 @@ def command() -> int:
         return OK
     folder = Path(words[0])
     if not (folder / ".metadata").is_file():
-        hint = "the folder of one step, `.../iter_0000100`"
-        raise Refused(Problem(f"`{folder}` is no checkpoint", hint=hint))
+        raise Refused(f"`{folder}` is no checkpoint", hint="the folder of one step, `.../iter_0000100`")
     if (folder / NAME).exists():
-        raise Refused(Problem(f"`{folder / NAME}` is there already", hint="take it away first if it is wrong"))
+        raise Refused(f"`{folder / NAME}` is there already", hint="take it away first if it is wrong")
     try:
         put(folder, digests(folder, names(folder)))
     except OSError as err:
-        raise Refused(
-            Problem(f"`{folder}`: {err.strerror}", hint="its files must be readable, the folder writable")
-        ) from None
+        raise Refused(f"`{folder}`: {err.strerror}", hint="its files must be readable, the folder writable") from None
     print(f"{folder / NAME}: {len(read(folder))} files")
     return OK
 

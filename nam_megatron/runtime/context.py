@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from nam_megatron.errors import Problem, Refused
+from nam_megatron.errors import Refused
 
 
 def own_chunks(group: ProcessGroup) -> tuple[int, int]:
@@ -69,7 +69,7 @@ def refuse_documents(layer: str, group: ProcessGroup) -> None:
     """Chunks of packed documents are each document's, in another order than of one sequence."""
     if group.size() > 1:
         message = f"{layer} takes no packed documents under context parallelism"
-        raise Refused(Problem(message, key="parallel.context", hint="set `parallel.context=1`"))
+        raise Refused(message, key="parallel.context", hint="set `parallel.context=1`")
 
 
 def _dealt(c: int) -> list[int]:

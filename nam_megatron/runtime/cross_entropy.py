@@ -20,7 +20,7 @@ import triton.language as tl
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 
-from nam_megatron.errors import Problem, Refused
+from nam_megatron.errors import Refused
 from nam_megatron.runtime.gpu import runs_kernels
 
 LARGEST = "nam_largest"
@@ -37,7 +37,7 @@ def provide(models: list[HybridModel]) -> list[HybridModel]:
     """
     if not runs_kernels():
         hint = "set `precision.cross_entropy=compiled`, or `megatron`"
-        raise Refused(Problem("the fused cross entropy needs a GPU", key="precision.cross_entropy", hint=hint))
+        raise Refused("the fused cross entropy needs a GPU", key="precision.cross_entropy", hint=hint)
 
     for model in models:
         model.compute_language_model_loss = partial(_of_batch, model.tp_group)

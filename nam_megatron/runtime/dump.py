@@ -11,7 +11,7 @@ import sys
 import warnings
 
 from nam_megatron import installed
-from nam_megatron.errors import OK, Problem, Refused, finish
+from nam_megatron.errors import OK, Refused, finish
 
 ACTIONS = {
     "_StoreAction": "store",
@@ -64,7 +64,7 @@ def _plain(value):
 
 def command() -> int:
     if sys.argv[1:] and sys.argv[1] not in ("-h", "--help"):
-        raise Refused(Problem(f"the dump takes no words, and here is `{sys.argv[1]}`", hint="`--help` says more"))
+        raise Refused(f"the dump takes no words, and here is `{sys.argv[1]}`", hint="`--help` says more")
     sys.stdout.write(__doc__ if sys.argv[1:] else render(dump()))
     return OK
 

@@ -92,9 +92,7 @@ def _done(answer: tuple) -> tuple:
     """What a call of CUDA gave; its first part says whether it went well."""
     status, *rest = answer
     if int(status) != 0:
-        raise Refused(
-            Problem(f"the graph of a step could not be changed: {status!r}", key=KEY, hint=f"set `{KEY}=none`")
-        )
+        raise Refused(f"the graph of a step could not be changed: {status!r}", key=KEY, hint=f"set `{KEY}=none`")
     return tuple(rest)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nam_megatron import installed, process
-from nam_megatron.errors import Problem, Refused
+from nam_megatron.errors import Refused
 from nam_megatron.packages import adding
 from nam_megatron.targets import current
 
@@ -94,12 +94,12 @@ class Oracle:
             answer = json.loads(line)
         except ValueError:  # nothing, or what the one that was to answer had said before it was killed
             hint = "`python -m nam_megatron.runtime.oracle` shows why"
-            raise Refused(Problem("Megatron cannot be asked: its process has ended", hint=hint)) from None
+            raise Refused("Megatron cannot be asked: its process has ended", hint=hint) from None
         if "missing" in answer:
             raise ModuleNotFoundError(f"No module named {answer['missing']!r}", name=answer["missing"])
         if "broken" in answer:
             hint = f"it is of another version, or built for another torch; {adding('megatron')} installs the tried one"
-            raise Refused(Problem(f"Megatron cannot be imported: {answer['broken']}", hint=hint))
+            raise Refused(f"Megatron cannot be imported: {answer['broken']}", hint=hint)
         return Answer(**answer)
 
 

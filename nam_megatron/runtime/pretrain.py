@@ -401,9 +401,7 @@ def dataset_config(args: Namespace) -> tuple[type[GPTDataset] | type[MockGPTData
     tokenizer = get_tokenizer()
     if not args.mock_data and tokenizer.vocab_size > args.padded_vocab_size:
         text = f"the tokenizer has {tokenizer.vocab_size} entries, and the model's vocabulary {args.padded_vocab_size}"
-        raise Refused(
-            Problem(text, key="model.vocab_size", hint="use another tokenizer, or a model with a larger vocabulary")
-        )
+        raise Refused(text, key="model.vocab_size", hint="use another tokenizer, or a model with a larger vocabulary")
     common = dict(
         random_seed=args.seed,
         sequence_length=args.seq_length,

@@ -105,13 +105,10 @@ def transformer_engine_backend() -> BackendSpecProvider:
     """
     if not te.HAVE_TE:
         hint = "install the `train` extra on a machine with Transformer Engine"
-        raise Refused(Problem("Transformer Engine cannot be imported, so no trainable stack can be built", hint=hint))
+        raise Refused("Transformer Engine cannot be imported, so no trainable stack can be built", hint=hint)
     if te.TEColumnParallelGroupedLinear is None:
         raise Refused(
-            Problem(
-                "this Transformer Engine has no grouped linear layer for the experts",
-                hint=f"use {current().te_version}",
-            )
+            "this Transformer Engine has no grouped linear layer for the experts", hint=f"use {current().te_version}"
         )
     os.environ.setdefault(FLASH_CHOICE, "0")  # read whenever a layer attends
     raise_if(flash_attention(installed(FLASH), os.environ))

@@ -7,7 +7,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from nam_megatron.blocks.gdn.block import Gdn
-from nam_megatron.errors import Problem, Refused
+from nam_megatron.errors import Refused
 from nam_megatron.runtime.slots import NO_CROSS, NO_MLP
 from nam_megatron.words.site import Site
 
@@ -20,9 +20,7 @@ def spec(backend: BackendSpecProvider, block: Gdn, site: Site) -> ModuleSpec:
     """
     if not common.HAVE_FLA:
         hint = "install `flash-linear-attention` beside Triton"
-        raise Refused(
-            Problem("the kernels of a gated delta net cannot be imported (`fla`)", key="model.blocks.gdn", hint=hint)
-        )
+        raise Refused("the kernels of a gated delta net cannot be imported (`fla`)", key="model.blocks.gdn", hint=hint)
     parts = GatedDeltaNetSubmodules(
         in_proj=backend.column_parallel_layer_norm_linear(),
         out_norm=backend.layer_norm(rms_norm=True),

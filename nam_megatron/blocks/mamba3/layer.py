@@ -32,7 +32,7 @@ from nam_megatron.blocks.mamba3 import kernel, naive
 from nam_megatron.blocks.mamba3.block import Mamba3
 from nam_megatron.blocks.mamba3.naive import NORM_EPSILON, Shape, State, Weights
 from nam_megatron.blocks.mamba3.prepare import offsets
-from nam_megatron.errors import Problem, Refused, raise_if
+from nam_megatron.errors import Refused, raise_if
 from nam_megatron.runtime import split_projection
 from nam_megatron.runtime.context import by_heads, by_tokens, refuse_documents, share, whole
 from nam_megatron.runtime.gpu import without_gpu
@@ -257,15 +257,11 @@ class Mamba3Mixer(MegatronModule):
         shared = self.config.sequence_parallel or self.cp_group.size() > 1
         if not context.is_static_batching() or packed is not None or shared:
             raise Refused(
-                Problem(
-                    "Mamba-3 decodes static batches of whole sequences: no dynamic or packed batches, no sequence or context parallelism"
-                )
+                "Mamba-3 decodes static batches of whole sequences: no dynamic or packed batches, no sequence or context parallelism"
             )
         if self.rates_apart:  # Megatron's engine pads the tokens of an FP8 projection, and knows of one output
             message = "Mamba-3 does not decode with `mamba3_rates` in bf16 beside FP8"
-            raise Refused(
-                Problem(message, key="feature.fp8.bf16_parts", hint="export the checkpoint, and generate from that")
-            )
+            raise Refused(message, key="feature.fp8.bf16_parts", hint="export the checkpoint, and generate from that")
         kept = context.key_value_memory_dict
         state = kept[self.layer_number] if context.sequence_len_offset > 0 else None
         y, kept[self.layer_number] = self.step(self.in_proj(hidden_states)[0], state)

@@ -29,7 +29,7 @@ from torch import Tensor
 from nam_megatron.blocks.mla import naive
 from nam_megatron.blocks.mla.block import Mla, low_rank
 from nam_megatron.blocks.mla.naive import Rope
-from nam_megatron.errors import Problem, Refused, raise_if
+from nam_megatron.errors import Refused, raise_if
 from nam_megatron.runtime.gpu import interpreted, without_gpu
 from nam_megatron.runtime.slots import NO_CROSS, NO_MLP
 from nam_megatron.words.site import Site
@@ -184,10 +184,8 @@ class FusedMLASelfAttention(MLASelfAttention):
         """
         if inference_context is not None or inference_params is not None:
             raise Refused(
-                Problem(
-                    "this MLA layer does not decode in Megatron's engine",
-                    hint="export the checkpoint, and generate from that",
-                )
+                "this MLA layer does not decode in Megatron's engine",
+                hint="export the checkpoint, and generate from that",
             )
         parts, up = (
             (self._latents(hidden_states), self._up)

@@ -71,7 +71,7 @@ def family(model_type: str) -> Family:
     """The table of a `model_type`. Raises Refused: there is none."""
     if model_type not in known():
         said = f"weights of `{model_type}` are not read: it has no table of names"
-        raise Refused(Problem(said, key="model_type", hint=f"there are: {', '.join(known())}"))
+        raise Refused(said, key="model_type", hint=f"there are: {', '.join(known())}")
     tree = _tree(model_type)
     return Family(model_type, tree["architecture"], tree["layer"], tree["parts"], tree["names"], tuple(tree.get("ahead", ())),
                   tree.get("spelled", {}), tree.get("config", {}), tree.get("opened", {}))  # fmt: skip
@@ -114,9 +114,7 @@ def places(of: Family, c: Config) -> Iterator[tuple[Tensor, list[Place]]]:
     if nameless:
         more = f" and {len(nameless) - 1} more" if len(nameless) > 1 else ""
         raise Refused(
-            Problem(
-                f"`{of.model_type}` has no tensor for `{nameless[0]}`{more}", key="model", hint="it is another model"
-            )
+            f"`{of.model_type}` has no tensor for `{nameless[0]}`{more}", key="model", hint="it is another model"
         )
 
 
