@@ -85,11 +85,9 @@ def telltale(overrides: Sequence[str], environ: Mapping[str, str]) -> Iterator[P
     for number, word in enumerate(overrides, 1):
         if redactor.betrays(word):
             key = word.partition("=")[0]
-            yield Problem(
-                f"word {number} of the command line holds a secret",
-                key=key if not redactor.betrays(key) else None,
-                hint="leave it in a file or a variable of the host that needs it",
-            )
+            message = f"word {number} of the command line holds a secret"
+            hint = "leave it in a file or a variable of the host that needs it"
+            yield Problem(message, key=key if not redactor.betrays(key) else None, hint=hint)
 
 
 def checked(verb: str, words: Mapping[str, Any]) -> dict[str, Any]:

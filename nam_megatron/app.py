@@ -204,9 +204,8 @@ def _no_names(words: Sequence[str]) -> Iterator[Problem]:
         key, equals, value = text.partition("=")
         if equals and re.fullmatch(r"null|true|false|[-+.\d]+", value) and key in groups:
             hint = f"`{key}` is a group of configs: write {key}=NAME; `--help` lists them"
-            yield Problem(
-                f"`{value}` is no name", key=key, hint=SWITCHED if key == "feature" else hint, law="value-no-name"
-            )
+            message = f"`{value}` is no name"
+            yield Problem(message, key=key, hint=SWITCHED if key == "feature" else hint, law="value-no-name")
 
 
 def _words(cfg: DictConfig, keys: Sequence[str]) -> dict[str, Any]:

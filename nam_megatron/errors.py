@@ -236,9 +236,8 @@ def not_there(path: "Path", key: str | None = None) -> Problem:
 def page(doc: str | None, render: Callable[[], str]) -> int:
     """A command that prints one file and takes no words, for `finish`. doc: what `--help` says."""
     if sys.argv[1:] and sys.argv[1] not in ("-h", "--help"):
-        raise Refused(
-            f"this takes no words, and here is `{sys.argv[1]}`", hint="`--help` says more", law="words-unwanted"
-        )
+        message = f"this takes no words, and here is `{sys.argv[1]}`"
+        raise Refused(message, hint="`--help` says more", law="words-unwanted")
     sys.stdout.write(doc if sys.argv[1:] and doc else render())
     return OK
 

@@ -83,9 +83,8 @@ def _folder(package: str) -> Path | None:
         return None
     except Exception as err:  # a parent of somebody's own, which Python has to run
         hint = f"{adding('megatron')} installs the tried one"
-        raise Refused(
-            f"Megatron cannot be imported: {type(err).__name__}: {err}", hint=hint, law="megatron-broken"
-        ) from None
+        message = f"Megatron cannot be imported: {type(err).__name__}: {err}"
+        raise Refused(message, hint=hint, law="megatron-broken") from None
     places = list(spec.submodule_search_locations or ()) if spec else []
     return Path(places[0]) if places else None
 
@@ -105,11 +104,8 @@ def _megatron() -> str | None:
         }
         *numbers, more = (said[part] for part in PARTS)
     except (OSError, ValueError, SyntaxError, KeyError) as err:
-        raise Refused(
-            f"the Megatron in `{folder}` does not say of which version it is: {err}",
-            hint=f"install megatron-core=={current().pin}",
-            law="megatron-without-version",
-        ) from None
+        message = f"the Megatron in `{folder}` does not say of which version it is: {err}"
+        raise Refused(message, hint=f"install megatron-core=={current().pin}", law="megatron-without-version") from None
     return ".".join(map(str, numbers)) + more
 
 

@@ -97,9 +97,8 @@ def moved(key: str) -> Problem | None:
     if (new := MOVED.get(key)) is None:
         return None
     hint = f"write `{new}` in its place; `nam migrate FILE` prints a file in today's words"
-    return Problem(
-        f"`{key}` says how a layer is executed, and lies in `execution` now", key=key, hint=hint, law="key-moved"
-    )
+    message = f"`{key}` says how a layer is executed, and lies in `execution` now"
+    return Problem(message, key=key, hint=hint, law="key-moved")
 
 
 def left(tree: Mapping[str, Any]) -> Iterator[Problem]:

@@ -52,10 +52,9 @@ def missing(name: str, command: str) -> Problem:
         extras = [extra for extra in extras if extra != "megatron"]
     here = f"this Python is `{sys.executable}`"
     if not extras or top in BASE:
+        message = f"`{top}` is not installed"
         return Problem(
-            f"`{top}` is not installed",
-            hint=f"{here}; `uv sync` makes an environment, `uv run` starts in it",
-            law="package-missing",
+            message, hint=f"{here}; `uv sync` makes an environment, `uv run` starts in it", law="package-missing"
         )
     hint = f"{here}; {adding(*dict.fromkeys(extras))} adds what it lacks"
     if {*extras} & {*BUILT}:
@@ -92,12 +91,9 @@ def without_flash(find: Callable[[str], str | None]) -> Iterator[Problem]:
     """What is missing of FlashAttention 4. find: as without_quack's."""
     for package, version in FLASH_PACKAGES.items():
         if (found := find(package)) != version:
-            yield Problem(
-                f"{package} is {found or 'not installed'}, and FlashAttention 4 was tried with {version} alone",
-                key=FLASH_KEY,
-                hint=f"{FLASH_INSTALL}; or set `{FLASH_KEY}=transformer_engine`",
-                law="flash-missing",
-            )
+            message = f"{package} is {found or 'not installed'}, and FlashAttention 4 was tried with {version} alone"
+            hint = f"{FLASH_INSTALL}; or set `{FLASH_KEY}=transformer_engine`"
+            yield Problem(message, key=FLASH_KEY, hint=hint, law="flash-missing")
 
 
 def flash_attention(found: str | None, environ: Mapping[str, str]) -> Iterator[Problem]:
@@ -107,8 +103,6 @@ def flash_attention(found: str | None, environ: Mapping[str, str]) -> Iterator[P
     found: the version of flash-attn-4, if it is installed.
     """
     if found and (value := environ.get(FLASH_CHOICE, "0")) != "0":
-        yield Problem(
-            f"{FLASH_CHOICE} is `{value}`: Transformer Engine would take {FLASH} {found} by itself, and it may give zeros",
-            hint=f"set {FLASH_CHOICE}=0; `{FLASH_KEY}=flash_attention_4` calls it another way",
-            law="flash-chosen-by-engine",
-        )
+        message = f"{FLASH_CHOICE} is `{value}`: Transformer Engine would take {FLASH} {found} by itself, and it may give zeros"
+        hint = f"set {FLASH_CHOICE}=0; `{FLASH_KEY}=flash_attention_4` calls it another way"
+        yield Problem(message, hint=hint, law="flash-chosen-by-engine")

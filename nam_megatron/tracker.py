@@ -28,15 +28,13 @@ def newest(folder: Path, key: str | None = None) -> Path:
     except FileNotFoundError:
         if not folder.exists():
             raise Refused(not_there(folder, key)) from None
-        raise Refused(
-            f"no checkpoint in `{folder}`", key=key, hint=f"it holds no `{TRACKER}`", law="checkpoint-missing"
-        ) from None
+        hint = f"it holds no `{TRACKER}`"
+        raise Refused(f"no checkpoint in `{folder}`", key=key, hint=hint, law="checkpoint-missing") from None
     except OSError as err:
         raise Refused(closed(err, key)) from None
     if said == RELEASE:
         return folder / RELEASE
     if said.isascii() and said.isdecimal() and len(said) < 10:
         return folder / f"iter_{int(said):07d}"
-    raise Refused(
-        f"`{tracker}` says `{said[:40]}`, which is no step", key=key, hint="write the step", law="tracker-unreadable"
-    )
+    message = f"`{tracker}` says `{said[:40]}`, which is no step"
+    raise Refused(message, key=key, hint="write the step", law="tracker-unreadable")

@@ -100,21 +100,13 @@ def _problems(words: Mapping[str, Any]) -> Iterator[Problem]:
     """What is wrong with the command's words, each for itself first."""
     for key, word in words.items():
         if word == "" or (word is not None and type(word) not in (str, int)):
-            yield Problem(
-                f"`{key}` takes one word, not `{word}`",
-                key=key,
-                hint="put a name into quotes if it needs them",
-                law="word-malformed",
-            )
+            hint = "put a name into quotes if it needs them"
+            yield Problem(f"`{key}` takes one word, not `{word}`", key=key, hint=hint, law="word-malformed")
             return
     form = words["format"]
     if form != "auto" and form not in argv.FORMATS:
-        yield Problem(
-            f"no format `{form}`",
-            key="format",
-            hint=f"there are: auto, {', '.join(argv.FORMATS)}",
-            law="format-unknown",
-        )
+        message = f"no format `{form}`"
+        yield Problem(message, key="format", hint=f"there are: auto, {', '.join(argv.FORMATS)}", law="format-unknown")
     if words["list"] is not None and words["list"] not in LISTS:
         yield Problem(
             f"cannot list `{words['list']}`",
@@ -125,12 +117,8 @@ def _problems(words: Mapping[str, Any]) -> Iterator[Problem]:
         )
     asked = [key for key in ("list", "explain", "diff") if words[key] is not None]
     if len(asked) > 1:
-        yield Problem(
-            f"`{asked[0]}` and `{asked[1]}` answer different questions",
-            key=asked[1],
-            hint="ask one at a time",
-            law="two-questions",
-        )
+        said = f"`{asked[0]}` and `{asked[1]}` answer different questions"
+        yield Problem(said, key=asked[1], hint="ask one at a time", law="two-questions")
     elif asked and form != "auto":
         yield Problem(
             f"`{asked[0]}` has one form", key="format", hint="leave `format` out", law="answer-without-format"

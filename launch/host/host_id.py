@@ -51,9 +51,8 @@ def named(root: Path, found: Mapping[str, str | None], asked: str | None) -> str
         if asked is None or asked == mine:
             return mine
         if not NAME.fullmatch(asked):
-            raise Refused(
-                f"`{asked}` is no name of a host", key="host", hint="letters, digits, `.`, `_` and `-`, at most 40"
-            )
+            message = f"`{asked}` is no name of a host"
+            raise Refused(message, key="host", hint="letters, digits, `.`, `_` and `-`, at most 40")
         if mine:
             raise Refused(f"this host is called `{mine}`", key="host", hint=f"`host={mine}`, or leave it out")
         if asked in names:

@@ -66,10 +66,8 @@ def _apply(queue: Queue, root: Path, commits: bool) -> str:
         copy = Path(work)
         _am(queue, root, copy)
         if (found := queue.tree(copy)) != queue.after:
-            raise Refused(
-                f"the patched {queue.name} has tree {found}, and pin.toml says {queue.after}",
-                hint="export the series again",
-            )
+            message = f"the patched {queue.name} has tree {found}, and pin.toml says {queue.after}"
+            raise Refused(message, hint="export the series again")
         _record(queue, root, copy)
         _finish(queue, root)
         if commits:
@@ -121,9 +119,8 @@ def command(words: Sequence[str], options: dict[str, str]) -> int:
     verbs = {"list", "apply", "verify", "export"}
     verb, project = (*words, None, None)[:2]
     if verb not in verbs or len(words) > 2:
-        raise Refused(
-            "`patch` takes list, apply, verify or export, and a project", hint="python -m launch patch verify"
-        )
+        message = "`patch` takes list, apply, verify or export, and a project"
+        raise Refused(message, hint="python -m launch patch verify")
     if verb == "list":
         return show(project, options.get("format", "text"))
     onto = Path(options["onto"]) if "onto" in options else None
@@ -131,9 +128,8 @@ def command(words: Sequence[str], options: dict[str, str]) -> int:
         raise Refused(f"`{onto}` is no folder", key="onto")
     if verb == "export":
         if onto is None:
-            raise Refused(
-                "`export` needs a repository", hint="`onto=DIR`, made with `patch apply PROJECT onto=DIR commits=true`"
-            )
+            said = "`export` needs a repository"
+            raise Refused(said, hint="`onto=DIR`, made with `patch apply PROJECT onto=DIR commits=true`")
         print(export(find(project), onto))
         return OK
     if verb == "apply":

@@ -84,10 +84,8 @@ def find(project: str | None) -> Queue:
     known = queues()
     found = [q for q in known if project in (None, q.project)]
     if len(found) != 1:
-        raise Refused(
-            f"no patches for `{project}`" if project else "which project?",
-            hint=f"there are: {quoted(q.name for q in known)}",
-        )
+        hint = f"there are: {quoted(q.name for q in known)}"
+        raise Refused(f"no patches for `{project}`" if project else "which project?", hint=hint)
     return found[0]
 
 
@@ -101,10 +99,8 @@ def objections(queue: Queue) -> Iterator[Problem]:
         if name in on_disk:
             missing = [t for t in TRAILERS if not trailers((queue.folder / name).read_text(encoding="utf-8")).get(t)]
             if missing:
-                yield Problem(
-                    f"`{shown(queue.folder / name)}` lacks {quoted(missing)}",
-                    hint="trailers end the message, one a line",
-                )
+                message = f"`{shown(queue.folder / name)}` lacks {quoted(missing)}"
+                yield Problem(message, hint="trailers end the message, one a line")
 
 
 def trailers(mail: str) -> dict[str, str]:

@@ -102,10 +102,8 @@ def objections(receipts: Sequence[Receipt]) -> Iterator[Problem]:
         measure = quoted(dict.fromkeys(map(shown, peaks)))
         yield Problem(f"MFU is measured by different peaks: {measure} TFLOP/s", hint="leave `device` alone")
     if len(set(counts)) > 1:
-        yield Problem(
-            f"MFU is of different counts: {quoted(dict.fromkeys(map(shown, counts)))} FLOPs a token",
-            hint="one model is counted in one way: run both with one version",
-        )
+        message = f"MFU is of different counts: {quoted(dict.fromkeys(map(shown, counts)))} FLOPs a token"
+        yield Problem(message, hint="one model is counted in one way: run both with one version")
 
 
 def of_model(receipts: Sequence[Receipt]) -> str | None:
@@ -138,10 +136,8 @@ def environments(receipts: Sequence[Receipt]) -> Iterator[Problem]:
         known = [{k: v for k, v in one.items() if k not in marked} for one in known]
     for name in sorted({name for one in known for name in one}):
         if [one.get(name) for one in known].count(SET) > 1:
-            yield Problem(
-                f"whether the training processes had the same `{name}` cannot be told",
-                hint="it is called a secret: leave it unset",
-            )
+            message = f"whether the training processes had the same `{name}` cannot be told"
+            yield Problem(message, hint="it is called a secret: leave it unset")
         if len(values := dict.fromkeys(shown(one.get(name, "unset")) for one in known)) > 1:
             yield Problem(f"launch regime differs: the training processes had {name} {quoted(values)}")
 

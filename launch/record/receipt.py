@@ -135,9 +135,8 @@ def open_receipt(root: Path, preset: str, content: Mapping[str, Any], redactor: 
     now = datetime.now(UTC)
     run = f"{now:%Y%m%dT%H%M%SZ}-{preset}-{secrets.token_hex(3)}"
     if not RUN.fullmatch(run):
-        raise Refused(
-            f"`{preset}` cannot be part of a folder's name", key="preset.name", hint="letters, digits, `_`, `-`, `.`"
-        )
+        message = f"`{preset}` cannot be part of a folder's name"
+        raise Refused(message, key="preset.name", hint="letters, digits, `_`, `-`, `.`")
     # Under a name of its own until there is a receipt in it, so that a kill leaves no folder that looks like a run.
     opening, folder = root / f"{OPENING}{run}", root / run
     try:
@@ -204,9 +203,8 @@ def read(path: Path) -> dict[str, Any]:
         raise Refused(f"`{path}` cannot be looked at: {err.strerror}", hint="let this user read it") from None
     if not there:
         here = "" if path.is_absolute() else f" in `{Path.cwd()}`"
-        raise Refused(
-            f"there is no `{path}`{here}", hint="`python -m launch receipts` lists runs; name one, or its folder"
-        )
+        message = f"there is no `{path}`{here}"
+        raise Refused(message, hint="`python -m launch receipts` lists runs; name one, or its folder")
     path = path / FILE if path.is_dir() else path
     raise_if(irregular([path]))
     hint = "name a folder or file that `launch run` wrote"
@@ -241,9 +239,8 @@ def read(path: Path) -> dict[str, Any]:
     hashed = {name: was for name, was in hashes.items() if was != UNREAD}
     changed += [n for n, was in hashed.items() if Path(n).name != n or file_hash(folder / n) not in (None, was)]
     if changed:
-        raise Refused(
-            f"{quoted(changed)} of `{folder}` changed after the receipt was sealed", hint="they are not what it says"
-        )
+        said = f"{quoted(changed)} of `{folder}` changed after the receipt was sealed"
+        raise Refused(said, hint="they are not what it says")
     return content
 
 

@@ -90,9 +90,8 @@ def put(out: Path, text: str) -> None:
             raise Refused(f"`{out}` is there, and no report", key="out", hint="`out=FILE` names another file")
         write_whole(out, text)
     except OSError as err:
-        raise Refused(
-            f"cannot write `{out}`: {err.strerror}", key="out", hint="`out=FILE` names another file"
-        ) from None
+        message = f"cannot write `{out}`: {err.strerror}"
+        raise Refused(message, key="out", hint="`out=FILE` names another file") from None
 
 
 @dataclass(frozen=True)
@@ -149,9 +148,8 @@ def _kernels(path: Path) -> Mapping[str, Any] | None:
             "kinds": {str(kind): float(of["ms"]) for kind, of in found["kinds"].items()},
         }  # fmt: skip
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as err:
-        raise Refused(
-            f"`{path}` is no table of kernels: {err}", hint="made by `python benchmarks/kernels.py`"
-        ) from None
+        message = f"`{path}` is no table of kernels: {err}"
+        raise Refused(message, hint="made by `python benchmarks/kernels.py`") from None
 
 
 def page(runs: Sequence[Run], anyway: bool = False) -> str:

@@ -18,9 +18,8 @@ SECONDS = 60  # a key on a token may ask for a touch
 def key_objections(key: object) -> Problem | None:
     """Why `key` cannot sign, told before a run and not after it."""
     if key is not None and not Path(str(key)).is_file():
-        return Problem(
-            f"no key `{key}`", key="sign", hint="the path of a private key, or of a public one whose agent is there"
-        )
+        message = f"no key `{key}`"
+        return Problem(message, key="sign", hint="the path of a private key, or of a public one whose agent is there")
     return None
 
 
@@ -36,9 +35,8 @@ def sign(folder: Path, key: str) -> None:
 def signer(folder: Path, signers: Path) -> str | None:
     """Who of `signers` signed the receipt as it lies there; None for nobody. Raises Refused where ssh-keygen cannot be asked."""
     if not signers.is_file():
-        raise Refused(
-            f"no file of allowed signers `{signers}`", key="signers", hint="see ALLOWED SIGNERS in ssh-keygen(1)"
-        )
+        message = f"no file of allowed signers `{signers}`"
+        raise Refused(message, key="signers", hint="see ALLOWED SIGNERS in ssh-keygen(1)")
     if kind(folder / SIGNATURE):  # a pipe, which would be waited for
         return None
     signature = str(folder / SIGNATURE)

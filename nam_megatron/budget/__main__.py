@@ -75,11 +75,8 @@ def _problems(words: Mapping[str, Any]):
             yield Problem(f"`{key}` takes one word, not `{words[key]}`", key=key)
     names = words["against"]
     if names is not None and (not names or not all(isinstance(n, str) and n for n in _names(names))):
-        yield Problem(
-            f"`against` takes names of presets, not `{names}`",
-            key="against",
-            hint="`translate list=presets` lists them",
-        )
+        message = f"`against` takes names of presets, not `{names}`"
+        yield Problem(message, key="against", hint="`translate list=presets` lists them")
     if not isinstance(words["serve"], bool):
         yield Problem(f"`serve` is true or false, not `{words['serve']}`", key="serve")
     yield from filter(None, (number(key, 1) for key in SERVING))
@@ -96,9 +93,8 @@ def _problems(words: Mapping[str, Any]):
                 yield Problem(f"`{key}` belongs to serving", key=key, hint="add `serve=true`")
     views = [key for key in VIEWS if words[key]]
     if len(views) > 1:
-        yield Problem(
-            f"`{views[0]}` and `{views[1]}` answer different questions", key=views[1], hint="ask one at a time"
-        )
+        hint = "ask one at a time"
+        yield Problem(f"`{views[0]}` and `{views[1]}` answer different questions", key=views[1], hint=hint)
     elif views and words["format"] in FORMATS and words["format"] not in ("auto", *VIEWS[views[0]]):
         yield Problem(f"`{views[0]}` has no format `{words['format']}`", key="format", hint="leave `format` out")
     if words["plot"] and (words["fit"] or words["serve"]):

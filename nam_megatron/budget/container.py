@@ -127,9 +127,8 @@ def _stumbled(args: Args) -> Iterator[Problem]:
     """Words that are no setting yet, or none of Megatron's: each may be one that changes what is held."""
     for t in args.trouble:
         if t.rule == "unknown-variable":
-            yield Problem(
-                f"`{t.about}` stands for words that the file does not say", hint="put them in, or leave it out"
-            )
+            message = f"`{t.about}` stands for words that the file does not say"
+            yield Problem(message, hint="put them in, or leave it out")
         elif t.rule in ("unknown-flag", "removed-flag"):
             hint = t.detail or t.fix or "leave it out"
             yield Problem(f"Megatron {args.target.pin} has no flag `{t.about}`", hint=hint)

@@ -137,6 +137,5 @@ def _save(figure, axes, path: Path) -> None:
         try:
             figure.savefig(path, metadata=metadata)
         except OSError as err:
-            raise Refused(
-                f"cannot write `{path}`: {err.strerror}", key="plot", hint="name a file you may write"
-            ) from None
+            message = f"cannot write `{path}`: {err.strerror}"
+            raise Refused(message, key="plot", hint="name a file you may write") from None

@@ -167,15 +167,13 @@ def values(text: str) -> tuple[str, range]:
         raise Refused(f"cannot read the sweep `{text}`", key="sweep", hint="write KEY:FROM:TO or KEY:FROM:TO:STEP")
     first, last, step = (*map(int, numbers), 1)[:3]
     if not step or last < first:
-        raise Refused(
-            f"the sweep `{text}` has no values", key="sweep", hint="FROM must not exceed TO, and STEP not be 0"
-        )
+        message = f"the sweep `{text}` has no values"
+        raise Refused(message, key="sweep", hint="FROM must not exceed TO, and STEP not be 0")
     points = range(first, last + 1, step)
     if len(points) > MOST_POINTS:
         hint = f"a larger STEP: {name}:{first}:{last}:{-(-len(points) // MOST_POINTS) * step}"
-        raise Refused(
-            f"the sweep `{text}` has {len(points):,} values, more than {MOST_POINTS:,}", key="sweep", hint=hint
-        )
+        said = f"the sweep `{text}` has {len(points):,} values, more than {MOST_POINTS:,}"
+        raise Refused(said, key="sweep", hint=hint)
     return name, points
 
 

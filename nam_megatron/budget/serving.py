@@ -73,11 +73,9 @@ def _problems(plan: Plan, batch: int, context: int) -> Iterator[Problem]:
     if context < 1:
         yield Problem(f"a context of {context} tokens", key="context", hint="give 1 or more")
     if context > plan.recipe.model.seq_length:
-        yield Problem(
-            f"a context of {context} tokens is beyond the model's {plan.recipe.model.seq_length}",
-            key="context",
-            hint="positions it was not trained on; make `model.seq_length` larger if it was",
-        )
+        message = f"a context of {context} tokens is beyond the model's {plan.recipe.model.seq_length}"
+        hint = "positions it was not trained on; make `model.seq_length` larger if it was"
+        yield Problem(message, key="context", hint=hint)
 
 
 def _serve(plan: Plan, z: Sizes, stage: Stage, batch: int, context: int, page: int | None) -> Serving:

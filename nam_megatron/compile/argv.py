@@ -75,11 +75,8 @@ def shell(lowering: Lowering) -> str:
             or any(c.isspace() or c in "'\"\\" for c in word)
             or (set(word) & set("*?[") and not LAYERS.fullmatch(word.rpartition("=")[2]))
         ):
-            raise Refused(
-                f"a shell would split or change `{word}` in `$(...)`",
-                hint="use `out=DIR` and its run.sh, or `format=json`",
-                law="word-splits",
-            )
+            message = f"a shell would split or change `{word}` in `$(...)`"
+            raise Refused(message, hint="use `out=DIR` and its run.sh, or `format=json`", law="word-splits")
     return " ".join(said) + "\n"
 
 

@@ -138,9 +138,8 @@ def searched(texts: Sequence[str]) -> tuple[list[str], list[Path], list[str]]:
 def _folders(text: str) -> list[str]:
     value = _read([text], ())[0].value
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise Refused(
-            f"`{SEARCH}` is a list of folders, not `{value}`", hint=f"write `{SEARCH}=[FOLDER]`", law="search-no-list"
-        )
+        message = f"`{SEARCH}` is a list of folders, not `{value}`"
+        raise Refused(message, hint=f"write `{SEARCH}=[FOLDER]`", law="search-no-list")
     return value
 
 
@@ -209,11 +208,9 @@ def _misused(words: Sequence[Word]) -> Iterator[Problem]:
             hint = SWITCHED if group == "feature" else f"leave the `+` out: `{group}=NAME`"
             yield Problem(f"the recipe has a `{group}` already", key=group, hint=hint, law="group-there-already")
         elif not said.override.is_add() and group not in files.in_use():
+            message = f"no `{group}` is in use"
             yield Problem(
-                f"no `{group}` is in use",
-                key=group,
-                hint=f"to lay one over the preset: `+{group}=NAME`",
-                law="group-not-in-use",
+                message, key=group, hint=f"to lay one over the preset: `+{group}=NAME`", law="group-not-in-use"
             )
 
 
@@ -221,9 +218,8 @@ def _no_choice(group: str, wanted: str, options: Sequence[str], folders: Sequenc
     name = wanted.rpartition("/")[2].removesuffix(".yaml")  # a path, as a shell completes it
     if group == "preset" and name.lower() in NO_PRESETS:
         hint = f"name the preset that was run; its receipt says which. There are: {', '.join(options)}"
-        return Problem(
-            f"`{wanted}` is no preset but {NO_PRESETS[name.lower()]}", key=group, hint=hint, law="file-unknown"
-        )
+        message = f"`{wanted}` is no preset but {NO_PRESETS[name.lower()]}"
+        return Problem(message, key=group, hint=hint, law="file-unknown")
     if group == "preset" and (wanted.endswith(".json") or "/" in wanted) and not likely(name, options):
         hint = "`conf=` takes a config.json of Hugging Face, a folder with one, or a NAME; your own: `--config-dir FOLDER conf=NAME`"
         path = Path(wanted)
@@ -273,9 +269,8 @@ def _missing(err: MissingConfigException, folders: Sequence[Path]) -> Problem:
     if options := there if err.options is None else err.options:  # none where it is one of a list
         return _no_choice(group, name, options, folders)
     hint = "another of a group is `override /GROUP: NAME`, an overlay `/overlay@_global_: NAME`"
-    return Problem(
-        f"`{_inside(err)}` has `{wanted}` in its `defaults`, and there is no such file", hint=hint, law="file-unknown"
-    )
+    message = f"`{_inside(err)}` has `{wanted}` in its `defaults`, and there is no such file"
+    return Problem(message, hint=hint, law="file-unknown")
 
 
 def _inside(err: Exception) -> str:
@@ -325,9 +320,8 @@ def _unknown_override(key: str, whole: str, commands: Sequence[str]) -> Problem:
     *parents, last = key.split(".")
     at = ".".join(parents) or None
     if example := MAPPINGS.get(key):
-        return Problem(
-            f"`{key}` is a mapping: of each its reason", key=key, hint=f"write {example}", law="value-no-mapping"
-        )
+        message = f"`{key}` is a mapping: of each its reason"
+        return Problem(message, key=key, hint=f"write {example}", law="value-no-mapping")
     if parents == ["model", "letters"] and last in LETTERS:
         kinds = ", ".join(LETTERS[last])
         way = f"write `{last}` into `model.pattern`, and add its kind: `+{key}=KIND`, one of {kinds}"

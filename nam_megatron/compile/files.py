@@ -217,9 +217,8 @@ def _misread(root: yaml.Node | None, file: Path) -> Iterator[Problem]:
                 if isinstance(key, yaml.CollectionNode) or key.tag in NO_NAMES:
                     shown = f"`{key.value}`" if isinstance(key, yaml.ScalarNode) else "a list or mapping"
                     message = f"{short(file)}:{key.start_mark.line + 1}: {shown} cannot be a key"
-                    yield Problem(
-                        message, hint="a key is a name: a number, a truth value or null is none", law="key-malformed"
-                    )
+                    hint = "a key is a name: a number, a truth value or null is none"
+                    yield Problem(message, hint=hint, law="key-malformed")
         elif isinstance(node, yaml.ScalarNode) and node.tag in NUMBERS and OTHER_BASE.fullmatch(node.value):
             message = (
                 f"{short(file)}:{node.start_mark.line + 1}: `{node.value}` is {yaml.safe_load(node.value)} in YAML"

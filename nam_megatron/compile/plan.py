@@ -239,12 +239,8 @@ def _cuts(recipe: Recipe, depth: int, pipes: list[int], sources: dict[int, int])
     p = recipe.parallel
     want = p.pipeline * p.virtual_pipeline
     if p.virtual_pipeline > 1 and p.pipeline == 1:
-        raise Refused(
-            "virtual pipeline stages without pipeline parallelism",
-            key="parallel.virtual_pipeline",
-            hint="set it to 1",
-            law="virtual-stages-alone",
-        )
+        message = "virtual pipeline stages without pipeline parallelism"
+        raise Refused(message, key="parallel.virtual_pipeline", hint="set it to 1", law="virtual-stages-alone")
     if pipes:
         problems = []
         if len(pipes) + 1 != want:
@@ -271,12 +267,8 @@ def _cuts(recipe: Recipe, depth: int, pipes: list[int], sources: dict[int, int])
         raise_if(problems)
         return pipes
     if want > depth:
-        raise Refused(
-            f"{want} pipeline segments of {depth} layers",
-            key="parallel.pipeline",
-            hint="use fewer stages",
-            law="stages-beyond-layers",
-        )
+        said = f"{want} pipeline segments of {depth} layers"
+        raise Refused(said, key="parallel.pipeline", hint="use fewer stages", law="stages-beyond-layers")
     parted = {n for layer, source in sources.items() for n in range(source, layer)}
     return list(_best_cuts(depth, want, [n for n in range(1, depth) if n not in parted]))
 
@@ -284,12 +276,11 @@ def _cuts(recipe: Recipe, depth: int, pipes: list[int], sources: dict[int, int])
 def _best_cuts(depth: int, want: int, legal: list[int]) -> tuple[int, ...]:
     """The legal cuts into `want` segments with the shortest longest segment, then the least uneven ones."""
     if len(legal) < want - 1:
-        raise Refused(
-            f"no {want - 1} legal pipeline cuts: only {len(legal)} places do not part a group of layers sharing a top-k",
-            key="parallel.pipeline",
-            hint="use fewer stages or set `model.blocks.dsa.full_every=1`",
-            law="no-legal-cuts",
+        message = (
+            f"no {want - 1} legal pipeline cuts: only {len(legal)} places do not part a group of layers sharing a top-k"
         )
+        hint = "use fewer stages or set `model.blocks.dsa.full_every=1`"
+        raise Refused(message, key="parallel.pipeline", hint=hint, law="no-legal-cuts")
     ends = [*legal, depth]
     # Fewer segments than wanted can be cut further, so the length alone decides what can be reached.
     longest = bisect_left(range(depth), True, key=lambda length: _fewest(ends, length) <= want)

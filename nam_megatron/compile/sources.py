@@ -293,9 +293,8 @@ class Sources:
             hint = f"write `preset: {{name: {name}}}` into its file"
             if name == f"{called}.yaml":
                 hint = f"leave `.yaml` out: `{called}`"
-            yield Problem(
-                f"preset `{name}` calls itself `{called}`", key="preset.name", hint=hint, law="preset-misnamed"
-            )
+            said = f"preset `{name}` calls itself `{called}`"
+            yield Problem(said, key="preset.name", hint=hint, law="preset-misnamed")
         yield from self._outvoted()
         yield from self._unlaid()
         yield from self._hydras()
@@ -354,12 +353,9 @@ class Sources:
             if others:
                 stands = quoted(f"{key}={value}" for key, (_, value) in others.items())
                 whole = " ".join(f"{key}={value}" for key, (value, _) in others.items())
-                yield Problem(
-                    f"`{word.text}` is chosen, and a file behind it says {stands}",
-                    key=next(iter(others)),
-                    hint=f"say it on the command line, too: `{whole}`; or let the file choose in its `defaults`: `override /{group}: NAME`",
-                    law="choice-outvoted",
-                )
+                message = f"`{word.text}` is chosen, and a file behind it says {stands}"
+                hint = f"say it on the command line, too: `{whole}`; or let the file choose in its `defaults`: `override /{group}: NAME`"
+                yield Problem(message, key=next(iter(others)), hint=hint, law="choice-outvoted")
 
     def _what_is_chosen(self, group: str) -> list[str]:
         """Keys that a choice by name is about."""
@@ -538,11 +534,8 @@ def too_deep(folder: str) -> Problem | None:
     if any((path / group.name).is_dir() for group in conf_dir().iterdir() if group.is_dir()):
         return None
     said = f"`{folder}` is a group of configs, one level too deep"
-    return Problem(
-        said,
-        hint=f"name the folder that holds `{path.name}/`: `--config-dir {Path(folder).parent}`",
-        law="folder-too-deep",
-    )
+    hint = f"name the folder that holds `{path.name}/`: `--config-dir {Path(folder).parent}`"
+    return Problem(said, hint=hint, law="folder-too-deep")
 
 
 def leads_nowhere(path: Path) -> Problem:
@@ -555,8 +548,5 @@ def no_folder(folder: str) -> Problem:
     """For somebody who named a folder of configs that is none."""
     if (inside := too_deep(folder)) is not None:
         return inside
-    return Problem(
-        f"`{folder}` is no folder of configs",
-        hint="name a folder that has `preset/`: `--config-dir FOLDER`",
-        law="no-config-folder",
-    )
+    message = f"`{folder}` is no folder of configs"
+    return Problem(message, hint="name a folder that has `preset/`: `--config-dir FOLDER`", law="no-config-folder")

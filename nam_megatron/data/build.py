@@ -359,9 +359,8 @@ def check(folder: Path, vocab_size: int | None) -> tuple[Manifest, list[Problem]
 def _wrong(data: IndexedDataset, split: str, said: Split, manifest: Manifest, end: int, name: str) -> Iterator[Problem]:
     lengths = data.sequence_lengths
     if (found := (len(data.document_indices) - 1, int(lengths.sum()))) != (said.documents, said.tokens):
-        yield Problem(
-            f"`{split}` has {found[0]} documents and {found[1]} tokens, not {said.documents} and {said.tokens}"
-        )
+        message = f"`{split}` has {found[0]} documents and {found[1]} tokens, not {said.documents} and {said.tokens}"
+        yield Problem(message)
     unended, largest = 0, 0
     for i in range(len(data)):
         ids = data[i]

@@ -88,17 +88,15 @@ def damage(folder: Path, manifest: Manifest, thorough: bool) -> Iterator[Problem
     """Files that are not the manifest's: missing, of another size, or, where that is asked or cheap, of another content."""
     all_files = [f"{TOKENIZER}/{TOKENS}", *(f"{split}.{kind}" for split in SPLITS for kind in ("bin", "idx"))]
     if unknown := [name for name in all_files if name not in manifest.files]:
-        yield Problem(
-            f"`{folder / NAME}` has no hash of {quoted(unknown)}", key="data.path", hint="build the dataset again"
-        )
+        message = f"`{folder / NAME}` has no hash of {quoted(unknown)}"
+        yield Problem(message, key="data.path", hint="build the dataset again")
     for name, file in manifest.files.items():
         path = folder / name
         if not path.is_file():
             yield Problem(f"`{path}` is missing", key="data.path", hint="build the dataset again")
         elif (size := path.stat().st_size) != file.bytes:
-            yield Problem(
-                f"`{path}` has {size} bytes, not {file.bytes}", key="data.path", hint="build the dataset again"
-            )
+            said = f"`{path}` has {size} bytes, not {file.bytes}"
+            yield Problem(said, key="data.path", hint="build the dataset again")
         elif (thorough or name.startswith(f"{TOKENIZER}/")) and digest(path) != file.sha256:
             what = "another tokenizer than the dataset's" if name.startswith(TOKENIZER) else "not what was built"
             yield Problem(f"`{path}` is {what}", key="data.path", hint="build the dataset again")
@@ -111,15 +109,11 @@ def damage(folder: Path, manifest: Manifest, thorough: bool) -> Iterator[Problem
 def misfit(manifest: Manifest, vocab_size: int) -> Iterator[Problem]:
     """Why a model with a vocabulary of `vocab_size` cannot be trained on the dataset."""
     if manifest.vocabulary > vocab_size:
-        yield Problem(
-            f"the dataset's tokenizer has {manifest.vocabulary} entries, and the model's vocabulary {vocab_size}",
-            key="model.vocab_size",
-            hint="build the dataset with a smaller tokenizer",
-        )
+        message = f"the dataset's tokenizer has {manifest.vocabulary} entries, and the model's vocabulary {vocab_size}"
+        yield Problem(message, key="model.vocab_size", hint="build the dataset with a smaller tokenizer")
     if manifest.largest_id >= manifest.vocabulary:
-        yield Problem(
-            f"the dataset has token {manifest.largest_id} of a vocabulary of {manifest.vocabulary}", key="data.path"
-        )
+        said = f"the dataset has token {manifest.largest_id} of a vocabulary of {manifest.vocabulary}"
+        yield Problem(said, key="data.path")
 
 
 def passes(manifest: Manifest, tokens: int) -> str:

@@ -86,9 +86,8 @@ def held_out(dataset: Path, vocabulary: int, batch: int, length: int) -> torch.T
     raise_if([*damage, *manifest.misfit(made, vocabulary)])
     read = next(windows(dataset / "valid", length, batch, batch), None)
     if read is None or read.shape != (batch, length):
-        raise Refused(
-            f"`{dataset / 'valid'}` has fewer than {batch} x {length} tokens", hint="a smaller `--length` or `--batch`"
-        )
+        message = f"`{dataset / 'valid'}` has fewer than {batch} x {length} tokens"
+        raise Refused(message, hint="a smaller `--length` or `--batch`")
     return read
 
 

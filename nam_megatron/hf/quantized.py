@@ -104,9 +104,8 @@ class Form:
             elif of[1] != wanted:
                 yield Problem(f"`{name}{part}` is {list(of[1])} in `{of[0]}`, and {list(wanted)} by its blocks")
             elif of[2] not in types:
-                yield Problem(
-                    f"`{name}{part}` is {of[2]} in `{of[0]}`, and {' or '.join(sorted(types))} in {self.title}"
-                )
+                message = f"`{name}{part}` is {of[2]} in `{of[0]}`, and {' or '.join(sorted(types))} in {self.title}"
+                yield Problem(message)
         module = name.removesuffix(".weight")
         if plain := [pattern for pattern in self.plain if _matches(pattern, module)]:
             said = f"`{key}` of `{file}` is {self.title}, and config.json says that `{plain[0]}` is not quantized"

@@ -110,9 +110,8 @@ def objections(lowering: Lowering, *, thorough: bool = True, root: Path = HERE) 
         folder = root / schedule.load
         if not (folder / TRACKER).is_file():
             # Megatron would start from random weights.
-            yield Problem(
-                f"no checkpoint in `{folder}`", key="schedule.load", hint="set `schedule.load=null` to start afresh"
-            )
+            message = f"no checkpoint in `{folder}`"
+            yield Problem(message, key="schedule.load", hint="set `schedule.load=null` to start afresh")
             return
         yield from another(folder, lowering, thorough=thorough)
         if schedule.changes:
@@ -145,9 +144,8 @@ def no_stage(folder: Path, lowering: Lowering, root: Path = HERE) -> Iterator[Pr
         done = int(tracker.word(folder))
         if done >= schedule.train_steps:
             hint = f"more than {done}: steps are counted from the run's first"
-            yield Problem(
-                f"the stage before it ended at step {done}: none is left", key="schedule.train_steps", hint=hint
-            )
+            message = f"the stage before it ended at step {done}: none is left"
+            yield Problem(message, key="schedule.train_steps", hint=hint)
 
 
 def occupied(lowering: Lowering, root: Path = HERE) -> Iterator[Problem]:
@@ -156,11 +154,8 @@ def occupied(lowering: Lowering, root: Path = HERE) -> Iterator[Problem]:
     if schedule.save is None or not (root / schedule.save / TRACKER).exists():
         return
     if schedule.load is None or (root / schedule.load).resolve() != (root / schedule.save).resolve():
-        yield Problem(
-            f"`{schedule.save}` holds the checkpoints of a run",
-            key="schedule.save",
-            hint=f"`schedule.load={schedule.save}` goes on with it; or name another folder",
-        )
+        hint = f"`schedule.load={schedule.save}` goes on with it; or name another folder"
+        yield Problem(f"`{schedule.save}` holds the checkpoints of a run", key="schedule.save", hint=hint)
 
 
 def another(folder: Path, lowering: Lowering, *, thorough: bool = True) -> Iterator[Problem]:
@@ -218,11 +213,8 @@ def _another(folder: Path, lowering: Lowering, thorough: bool) -> Iterator[Probl
                 hint += ", save with `feature.distributed_optimizer.reshardable=true`, then change it"
             yield Problem(text, key=d.key, hint=hint)
         elif d.computes:
-            yield Problem(
-                f"the checkpoint has `{d.key}` {_shown(d.before)}, and the plan {_shown(d.after)}",
-                key=d.key,
-                hint=_hint(d.key),
-            )
+            said = f"the checkpoint has `{d.key}` {_shown(d.before)}, and the plan {_shown(d.after)}"
+            yield Problem(said, key=d.key, hint=_hint(d.key))
 
 
 def _placed(d: same.Difference) -> bool:

@@ -82,18 +82,13 @@ def another_model(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterat
     """Where the weights of one plan are those of another model than the other's. MTP's may be left behind."""
     layers = [[layer["kind"] for layer in tree["layers"]] for tree in (before, after)]
     if layers[0] != layers[1]:
-        yield Problem(
-            "the checkpoint's model has other layers",
-            hint="keep its pattern, lane and substitutes",
-            law="checkpoint-other-layers",
-        )
+        said = "the checkpoint's model has other layers"
+        yield Problem(said, hint="keep its pattern, lane and substitutes", law="checkpoint-other-layers")
         return
     if after["mtp"]["kinds"] and before["mtp"] != after["mtp"]:
+        hint = "keep it, or set it to 0"
         yield Problem(
-            "the checkpoint's model has another MTP",
-            key="feature.mtp.depths",
-            hint="keep it, or set it to 0",
-            law="checkpoint-other-mtp",
+            "the checkpoint's model has another MTP", key="feature.mtp.depths", hint=hint, law="checkpoint-other-mtp"
         )
     # What our compiler decided by itself, then and now; of a kind that has gone with MTP's head there is nothing to compare.
     sides = [

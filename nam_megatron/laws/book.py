@@ -56,10 +56,8 @@ def left(problems: Iterable[Problem], allow: Mapping[str, str]) -> Iterator[Prob
         if law not in WAIVABLE:
             named = likely(law, WAIVABLE)
             hint = f"`allow.{named}`?" if named else "docs/laws.md has them"
-            yield Problem(
-                f"there is no law `{law}` that can be waived", key=f"allow.{law}", hint=hint, law="waiver-unknown"
-            )
+            message = f"there is no law `{law}` that can be waived"
+            yield Problem(message, key=f"allow.{law}", hint=hint, law="waiver-unknown")
         elif law not in met:
-            yield Problem(
-                f"nothing in this recipe needs `{law}`", key=f"allow.{law}", hint="take it out", law="waiver-of-nothing"
-            )
+            said = f"nothing in this recipe needs `{law}`"
+            yield Problem(said, key=f"allow.{law}", hint="take it out", law="waiver-of-nothing")

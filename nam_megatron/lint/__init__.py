@@ -63,9 +63,8 @@ def lint(
     """
     launch = stored(text, target or current()) if isinstance(text, Path) else read(text, target or current(), name)
     if launch.gpus and gpus not in (None, launch.gpus):
-        raise Refused(
-            f"`gpus={gpus}`, and `{name}` says {launch.gpus}", key="gpus", hint="leave it out, or change the text"
-        )
+        message = f"`gpus={gpus}`, and `{name}` says {launch.gpus}"
+        raise Refused(message, key="gpus", hint="leave it out, or change the text")
     cost = len(launch.text) // LONG if launch.kind in ("script", "python") else launch.spent // STEPS
     most = MOST // (1 + cost)
     readings = Readings(text, name, gpus, tuple(ignore), target or current(), most)

@@ -96,9 +96,8 @@ def write(report: Report, out: str) -> Made:
     """
     path = Path(out)
     if not path.stem.isidentifier() or path.suffix not in (".yaml", ".yml"):
-        raise Refused(
-            f"`{out}` is no file name for a preset", key="recipe", hint="letters, digits and `_`, ending in .yaml"
-        )
+        message = f"`{out}` is no file name for a preset"
+        raise Refused(message, key="recipe", hint="letters, digits and `_`, ending in .yaml")
     _keep(path)
     made = make(report, path)
     try:

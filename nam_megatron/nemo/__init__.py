@@ -85,9 +85,8 @@ def __getattr__(name: str) -> Callable[..., "NamContainer"]:
         made = recipe(preset, overrides)
         if name.endswith(FINETUNE) and made.checkpoint.pretrained_checkpoint is None:
             hint = "`overrides=['schedule.pretrained=FOLDER', 'data=sft', ...]`"
-            raise Refused(
-                "nothing to finetune: no pretrained checkpoint is named", key="schedule.pretrained", hint=hint
-            )
+            message = "nothing to finetune: no pretrained checkpoint is named"
+            raise Refused(message, key="schedule.pretrained", hint=hint)
         return made
 
     function.__name__ = function.__qualname__ = name

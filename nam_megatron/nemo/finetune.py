@@ -235,6 +235,5 @@ def resumed(recipe: Recipe) -> Iterator[Problem]:
         return
     for key, now in _began(recipe).items():
         if before.get(key) != now:
-            yield Problem(
-                "what stands there is not what the run began with", key=key, hint="put it back, or start afresh"
-            )
+            message = "what stands there is not what the run began with"
+            yield Problem(message, key=key, hint="put it back, or start afresh")

@@ -38,9 +38,8 @@ def check(words: Mapping[str, Any]) -> None:
         if words[key] not in allowed:
             raise Refused(f"no `{words[key]}`", key=key, hint=f"there are: {', '.join(allowed)}")
     if not isinstance(words["resume"], bool):  # 1 is equal to True
-        raise Refused(
-            f"`{words['resume']}` is neither true nor false", key="resume", hint="`resume=false` leaves it out"
-        )
+        message = f"`{words['resume']}` is neither true nor false"
+        raise Refused(message, key="resume", hint="`resume=false` leaves it out")
     steps = words["steps"]
     if type(steps) is not int or not 1 <= steps <= 100:  # True is an int
         shown = str(steps).lower() if isinstance(steps, bool) else steps

@@ -209,12 +209,8 @@ def _assumed_nothing(recipe: Recipe) -> Iterator[Problem]:
     for name, assumption in recipe.assumptions.items():
         *parents, last = assumption.key.split(".")
         if last not in keys_at(parents):
-            yield Problem(
-                f"there is no key `{assumption.key}` to assume",
-                key=f"assumptions.{name}.key",
-                hint=keys_hint(parents),
-                law="assumption-of-nothing",
-            )
+            message = f"there is no key `{assumption.key}` to assume"
+            yield Problem(message, key=f"assumptions.{name}.key", hint=keys_hint(parents), law="assumption-of-nothing")
 
 
 def _wished_nothing(recipe: Recipe) -> Iterator[Problem]:
@@ -236,11 +232,8 @@ def _chooses_nothing(tree: Mapping[str, Any], words: Sequence[tuple[str, str, An
             hint = f"features are switched by key, e.g. `feature.{value}.{keys_at((key, value))[0]}=...`"
             if value in (tree.get("feature") or {}):
                 hint += f"; `~feature.{value}` turns it off"
-            yield Problem(
-                f"`{text}`: `{value}` is one feature, and `feature` is all of them",
-                hint=hint,
-                law="one-feature-for-all",
-            )
+            said = f"`{text}`: `{value}` is one feature, and `feature` is all of them"
+            yield Problem(said, hint=hint, law="one-feature-for-all")
         for empty in _empty(key, value):
             # What another word takes away, or puts there, this one may well begin.
             own, others = f"{empty}.", [f"{other}." for word, other, _ in words if word != text]
@@ -265,9 +258,8 @@ def _taken_back(tree: Mapping[str, Any], words: Sequence[tuple[str, str, Any]]) 
         by = next((word for word, key in taken if word != text and f"{leaf}.".startswith(f"{key}.")), None)
         parent, _, last = leaf.rpartition(".")
         if by and last not in ((at(tree, parent) if parent else tree) or {}):
-            yield Problem(
-                f"`{text}` is given, and `{by}` takes it away", hint="keep one of them", law="given-and-taken-away"
-            )
+            message = f"`{text}` is given, and `{by}` takes it away"
+            yield Problem(message, hint="keep one of them", law="given-and-taken-away")
 
 
 def _empty(key: str, value: Any) -> Iterator[str]:
@@ -465,13 +457,8 @@ def _missing(of: Sequence[int | str], names: Sequence[str]) -> Problem:
         hint = f"write `{names[0]}: {{{keys}}}` into the file" if keys else f"give it: {plus}"
         return Problem(f"key `{names[0]}` is missing", key=_dotted(of) or key, hint=hint, place=key, law="key-missing")
     hint = f"give them in the file, or each by itself: {plus}; docs/reference.md and `nam list keys` say what each is"
-    return Problem(
-        f"{len(names)} keys are missing: {quoted(names)}",
-        key=_dotted(of) or None,
-        hint=hint,
-        place=key,
-        law="key-missing",
-    )
+    message = f"{len(names)} keys are missing: {quoted(names)}"
+    return Problem(message, key=_dotted(of) or None, hint=hint, place=key, law="key-missing")
 
 
 def _problem(error: Mapping[str, Any]) -> Problem:
@@ -486,17 +473,13 @@ def _problem(error: Mapping[str, Any]) -> Problem:
         close = likely(str(loc[-1]), keys_at(loc[:-1]))
         meant = f", did you mean `{close}`?" if close else ""
         hint = None if close else keys_hint(loc[:-1])
-        return Problem(
-            f"unknown key `{loc[-1]}`{meant}", key=_dotted(loc[:-1]) or key, hint=hint, place=key, law="key-unknown"
-        )
+        message = f"unknown key `{loc[-1]}`{meant}"
+        return Problem(message, key=_dotted(loc[:-1]) or key, hint=hint, place=key, law="key-unknown")
     if kind == "missing":
         return Problem(f"item {loc[-1]}, counted from 0, is missing", key=_dotted(loc[:-1]), law="item-missing")
     if kind == "invalid_key" or loc[-1:] == ("[key]",):
-        return Problem(
-            f"{_shown(value)} cannot be a key",
-            key=_dotted(loc[: -1 if kind == "invalid_key" else -2]) or None,
-            law="key-malformed",
-        )
+        said = f"{_shown(value)} cannot be a key"
+        return Problem(said, key=_dotted(loc[: -1 if kind == "invalid_key" else -2]) or None, law="key-malformed")
     shown = _shown(value)
     if kind == "literal_error":
         names = [word.strip("'") for word in error["ctx"]["expected"].replace(" or ", ", ").split(", ")]

@@ -74,11 +74,9 @@ def _no_letters(pattern: str) -> Iterator[Problem]:
             hint = f"letters are {', '.join(LETTERS)}; sparse attention stands by `model.substitute`, a gated delta net at `M`"
             yield Problem(message, key="model.pattern", hint=hint, law="letter-historic")
         elif letter not in LETTERS:
+            said = f"`{letter}` is no letter of a pattern"
             yield Problem(
-                f"`{letter}` is no letter of a pattern",
-                key="model.pattern",
-                hint=f"letters are {', '.join(LETTERS)} and `|`",
-                law="letter-unknown",
+                said, key="model.pattern", hint=f"letters are {', '.join(LETTERS)} and `|`", law="letter-unknown"
             )
 
 
@@ -148,12 +146,8 @@ def latent(kinds: Collection[str]) -> str | None:
 
 
 def _misplaced(kind: str, letter: str, key: str) -> Problem:
-    return Problem(
-        f"`{kind}` cannot stand at `{letter}`",
-        key=key,
-        hint=f"one of {', '.join(LETTERS[letter])}",
-        law="kind-misplaced",
-    )
+    message = f"`{kind}` cannot stand at `{letter}`"
+    return Problem(message, key=key, hint=f"one of {', '.join(LETTERS[letter])}", law="kind-misplaced")
 
 
 def mtp(recipe: Recipe, main: list[str]) -> tuple[str, ...]:
@@ -378,12 +372,8 @@ def missing(recipe: Recipe) -> Iterator[Problem]:
     for name, cls in FEATURES.items():
         feature = getattr(recipe.feature, name)
         if feature is not None and not feature.on:
-            yield Problem(
-                f"feature `{name}` is off",
-                key=f"feature.{name}.{cls.switch}",
-                hint="leave the feature out",
-                law="feature-off",
-            )
+            said = f"feature `{name}` is off"
+            yield Problem(said, key=f"feature.{name}.{cls.switch}", hint="leave the feature out", law="feature-off")
     idle = dict(_idle(recipe, here, configs, frozenset()))
     for path, config in _configs(recipe, ""):
         for key, field in type(config).model_fields.items():

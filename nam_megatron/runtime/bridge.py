@@ -65,9 +65,8 @@ class Arguments:
                 continue
             why = f": {elsewhere[s.name][1]}" if s.name in elsewhere else ""
             hint = "train it with `nam_megatron.train`" + (f", or change `{s.key}`" if s.key else "")
-            yield Problem(
-                f"Megatron-Bridge cannot be told {s.name}={s.value!r} of `{s.owner}`{why}", key=s.key, hint=hint
-            )
+            message = f"Megatron-Bridge cannot be told {s.name}={s.value!r} of `{s.owner}`{why}"
+            yield Problem(message, key=s.key, hint=hint)
 
 
 def _typed(value: Value, kind: Any) -> Any:

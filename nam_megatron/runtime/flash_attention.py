@@ -25,9 +25,8 @@ def unserved() -> Iterator[Problem]:
     if problems := list(without_flash(installed)):
         yield from problems
     elif not torch.cuda.is_available() or torch.cuda.get_device_capability() != SERVED:
-        yield Problem(
-            "FlashAttention 4 has been run on Hopper alone", key=FLASH_KEY, hint=f"set `{FLASH_KEY}=transformer_engine`"
-        )
+        message = "FlashAttention 4 has been run on Hopper alone"
+        yield Problem(message, key=FLASH_KEY, hint=f"set `{FLASH_KEY}=transformer_engine`")
     else:
         try:
             importlib.import_module("flash_attn.cute.interface")

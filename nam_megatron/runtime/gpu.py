@@ -23,6 +23,5 @@ def without_gpu(title: str, kind: str, kernels: str) -> Iterator[Problem]:
     """What speaks against a block's `kernels` in this process; nothing else is put in their place."""
     if kernels == "fused" and not runs_kernels():
         key = f"execution.{kind}.kernels"
-        yield Problem(
-            f"the fused kernels of {title} need a GPU", key=key, hint=f"set `{key}=naive` to run it in plain torch"
-        )
+        message = f"the fused kernels of {title} need a GPU"
+        yield Problem(message, key=key, hint=f"set `{key}=naive` to run it in plain torch")

@@ -111,9 +111,8 @@ def differences(every: list[tuple[dict[str, Any], dict[str, Any] | None]]) -> It
     """Of what all ranks say, the first one's against the others'. A package that only some have loaded is none."""
     for key, value in every[0][0].items():
         if any(disk.get(key, value) != value for disk, _ in every):
-            yield Problem(
-                f"what stands there {UNLIKE}", key=key, hint="a folder that all hosts share, or the same files on each"
-            )
+            message = f"what stands there {UNLIKE}"
+            yield Problem(message, key=key, hint="a folder that all hosts share, or the same files on each")
     others = [run for _, run in every if run is not None]
     for name in sorted({name for run in others for name in run}):
         said = [run.get(name) for run in others if name in run or CHOOSING.match(name)]

@@ -107,9 +107,8 @@ def transformer_engine_backend() -> BackendSpecProvider:
         hint = "install the `train` extra on a machine with Transformer Engine"
         raise Refused("Transformer Engine cannot be imported, so no trainable stack can be built", hint=hint)
     if te.TEColumnParallelGroupedLinear is None:
-        raise Refused(
-            "this Transformer Engine has no grouped linear layer for the experts", hint=f"use {current().te_version}"
-        )
+        message = "this Transformer Engine has no grouped linear layer for the experts"
+        raise Refused(message, hint=f"use {current().te_version}")
     os.environ.setdefault(FLASH_CHOICE, "0")  # read whenever a layer attends
     raise_if(flash_attention(installed(FLASH), os.environ))
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider

@@ -36,9 +36,8 @@ def objections(plan: Plan, *, dry: bool = False) -> Iterator[Problem]:
     for key, package in PACKAGES.items():
         if feature is not None and getattr(feature, key) and importlib.util.find_spec(package) is None:
             hint = f"{adding('tracking')} on the training host, or null the key"
-            yield Problem(
-                f"`{package}` is not installed: nothing would be written", key=f"feature.tracking.{key}", hint=hint
-            )
+            message = f"`{package}` is not installed: nothing would be written"
+            yield Problem(message, key=f"feature.tracking.{key}", hint=hint)
 
 
 def tracker(plan: Plan) -> Callable[[str], None] | None:

@@ -21,11 +21,9 @@ def unreachable(*tensors: Tensor) -> Iterator[Problem]:
     for x in tensors:
         if (most := sum((size - 1) * abs(step) for size, step in zip(x.shape, x.stride(), strict=True))) >= REACH:
             tokens = x.size(0) * x.size(1)
-            yield Problem(
-                f"M2RNN's kernels reach {REACH:,} numbers of a tensor, and {tokens:,} tokens are {most + 1:,}",
-                key="schedule.micro_batch_size",
-                hint="fewer or shorter sequences a micro batch, or more tensor ranks",
-            )
+            message = f"M2RNN's kernels reach {REACH:,} numbers of a tensor, and {tokens:,} tokens are {most + 1:,}"
+            hint = "fewer or shorter sequences a micro batch, or more tensor ranks"
+            yield Problem(message, key="schedule.micro_batch_size", hint=hint)
             return
 
 

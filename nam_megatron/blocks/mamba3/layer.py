@@ -256,9 +256,8 @@ class Mamba3Mixer(MegatronModule):
         """The first tokens of all sequences of a static batch, or their next ones, from the state kept in the context."""
         shared = self.config.sequence_parallel or self.cp_group.size() > 1
         if not context.is_static_batching() or packed is not None or shared:
-            raise Refused(
-                "Mamba-3 decodes static batches of whole sequences: no dynamic or packed batches, no sequence or context parallelism"
-            )
+            said = "Mamba-3 decodes static batches of whole sequences: no dynamic or packed batches, no sequence or context parallelism"
+            raise Refused(said)
         if self.rates_apart:  # Megatron's engine pads the tokens of an FP8 projection, and knows of one output
             message = "Mamba-3 does not decode with `mamba3_rates` in bf16 beside FP8"
             raise Refused(message, key="feature.fp8.bf16_parts", hint="export the checkpoint, and generate from that")

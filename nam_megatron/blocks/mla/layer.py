@@ -183,10 +183,8 @@ class FusedMLASelfAttention(MLASelfAttention):
         The hidden states are before the input norm where `normalises_input`, else behind it.
         """
         if inference_context is not None or inference_params is not None:
-            raise Refused(
-                "this MLA layer does not decode in Megatron's engine",
-                hint="export the checkpoint, and generate from that",
-            )
+            message = "this MLA layer does not decode in Megatron's engine"
+            raise Refused(message, hint="export the checkpoint, and generate from that")
         parts, up = (
             (self._latents(hidden_states), self._up)
             if self.normalises_input

@@ -35,9 +35,8 @@ class QuackGemm:
                 importlib.import_module("quack.gemm_interface")
             except Exception as err:  # whatever a broken installation throws
                 why = f"{type(err).__name__}: {str(err).partition(chr(10))[0]}"
-                yield Problem(
-                    f"QuACK cannot be imported: {why}", key=QUACK_KEY, hint=f"{INSTALL}; or set `{QUACK_KEY}=torch`"
-                )
+                message = f"QuACK cannot be imported: {why}"
+                yield Problem(message, key=QUACK_KEY, hint=f"{INSTALL}; or set `{QUACK_KEY}=torch`")
 
     @staticmethod
     def product(rows: Tensor, weights: Tensor, bounds: Tensor) -> Tensor:

@@ -113,9 +113,8 @@ def places(of: Family, c: Config) -> Iterator[tuple[Tensor, list[Place]]]:
         yield tensor, found
     if nameless:
         more = f" and {len(nameless) - 1} more" if len(nameless) > 1 else ""
-        raise Refused(
-            f"`{of.model_type}` has no tensor for `{nameless[0]}`{more}", key="model", hint="it is another model"
-        )
+        message = f"`{of.model_type}` has no tensor for `{nameless[0]}`{more}"
+        raise Refused(message, key="model", hint="it is another model")
 
 
 def _whole(found: list[Place]) -> list[Place]:
