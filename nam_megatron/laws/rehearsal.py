@@ -30,30 +30,13 @@ def _at(recipe: Recipe, key: str) -> Any:
 
 
 LAWS = (
-    Law(
-        id="cpu-asks-for-gpu",
-        category=OURS,
-        key="cluster.processor",
-        when=_asks_for_a_gpu,
-        title="a run on a CPU with a kernel, CUDA graphs or FP8",
-        says="{what}",
-        source=SEEN,
-    ),
-    Law(
-        id="cpu-async-save",
-        category=OURS,
-        key="schedule.async_save",
+    Law(id="cpu-asks-for-gpu", category=OURS, key="cluster.processor",
+        when=_asks_for_a_gpu, title="a run on a CPU with a kernel, CUDA graphs or FP8", says="{what}", source=SEEN),
+    Law(id="cpu-async-save", category=OURS, key="schedule.async_save",
         when=lambda cluster, schedule: cluster.processor == "cpu" and schedule.async_save,
         says="Megatron's process that writes checkpoints in the background asks for a GPU",
-        way="`schedule.async_save=false`",
-        source="core/dist_checkpointing/strategies/async_utils.py, async_loop",
-    ),
-    Law(
-        id="cpu-muon",
-        category=UNTRIED,
-        key="feature.muon.enabled",
-        when=lambda cluster, muon: cluster.processor == "cpu",
-        says="Muon has not been tried on a CPU",
-        way="`optim=adamw`",
-    ),
-)
+        way="`schedule.async_save=false`", source="core/dist_checkpointing/strategies/async_utils.py, async_loop"),
+    Law(id="cpu-muon", category=UNTRIED, key="feature.muon.enabled",
+        when=lambda cluster, muon: cluster.processor == "cpu", says="Muon has not been tried on a CPU",
+        way="`optim=adamw`"),
+)  # fmt: skip
