@@ -33,7 +33,7 @@ from nam_megatron.errors import Refused
 from nam_megatron.features.recompute import groups
 from nam_megatron.lint import __main__ as lint_command
 from nam_megatron.lint import recipe
-from nam_megatron.recipe import load
+from nam_megatron.recipe import at, load, to_tree
 from nam_megatron.words.sizes import BUCKETS, GIB, PARAMETERS, Group, Held, Line, Param, Sizes, Stage, _code
 
 ROOT = Path(__file__).parents[1]
@@ -993,12 +993,20 @@ def test_fit_is_the_last_value_with_headroom(monkeypatch):
     assert not any(search.attempt(recipe, fit.key, fit.best.value + i).good for i in range(1, 9))
 
 
-def test_fit_says_what_else_it_had_to_change():
-    trial = search.attempt(load("nam56r_native_dp"), "schedule.micro_batch_size", 3)
-    schedule = trial.budget.plan.recipe.schedule
-    assert (schedule.micro_batch_size, schedule.global_batch_size) == (3, 72)
-    assert trial.note == "global batch 64 -> 72, a multiple of 3 x 8"
-    assert search.attempt(load("nam56r_native_dp"), "schedule.micro_batch_size", 2).note == ""
+@pytest.mark.parametrize(
+    ("key", "value", "batch", "note"),
+    [
+        ("schedule.micro_batch_size", 3, 72, "3 x 8"), ("schedule.micro_batch_size", 2, 64, ""), ("cluster.nodes", 3, 96, "4 x 24"),
+        ("cluster.nodes", 2, 64, ""), ("schedule.global_batch_size", 96, 96, ""), ("parallel.context", 2, 64, ""),
+    ],
+)  # fmt: skip
+def test_fit_says_what_else_it_had_to_change(key, value, batch, note):
+    """The batch follows to the next that the tried value's own ranks share."""
+    trial = search.attempt(load("nam56r_native_dp"), key, value)
+    assert trial.budget, trial.reason
+    recipe = trial.budget.plan.recipe
+    assert (recipe.schedule.global_batch_size, at(to_tree(recipe), key)) == (batch, value)
+    assert trial.note == (f"global batch 64 -> {batch}, a multiple of {note}" if note else "")
 
 
 def test_fit_steps_over_refused_values():

@@ -1,10 +1,12 @@
 """What one flag does to what lint says, on both sides: the rules that speak (lint_rules.yaml), what is described, and a recipe's keys."""
 
+import math
 import shlex
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from zlib import crc32
 
 import pytest
@@ -16,6 +18,7 @@ from nam_megatron.judge.same import flat
 from nam_megatron.laws import book
 from nam_megatron.laws.law import WRONG
 from nam_megatron.lint import describe, lint, recipe, rules
+from nam_megatron.lint.rules import layout
 from nam_megatron.lint.values import NotKnown
 from nam_megatron.schema import configs
 from nam_megatron.targets import current
@@ -173,3 +176,38 @@ def test_every_key_that_a_flag_decides_is_among_them():
         if argument and current().by_dest[argument].name in flags and key not in moved
     }  # fmt: skip
     assert unmoved == set()
+
+
+# Sizes of a layout, each a prime, and by which of them each width must be divisible.
+PRIMES = {"two": 2, "cp": 3, "tp": 5, "etp": 7, "ep": 11, "groups": 13, "mamba_groups": 17, "key_heads": 19}
+CUT_BY = {
+    "num_attention_heads": ("tp", "groups"), "hidden_size": (*PRIMES,), "mamba_num_heads": ("tp", "cp", "mamba_groups"),
+    "mamba_num_groups": ("tp",), "linear_num_key_heads": ("tp", "cp"), "linear_num_value_heads": ("tp", "cp", "key_heads"),
+    "tensor_parallel_num_weight_shards": ("tp",), "expert_tensor_parallel_num_weight_shards": ("etp",), "ffn_hidden_size": ("tp",),
+    "moe_ffn_hidden_size": ("etp",), "num_experts": ("ep",), "seq_length": ("tp", "cp", "two"), "num_query_groups": ("tp",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CUT_BY)
+def test_a_width_is_held_against_every_size_that_cuts_it_and_no_other(name):
+    def blamed(without: int = 1) -> set[str]:
+        whole = math.prod(PRIMES.values())
+        width = dict.fromkeys(CUT_BY, whole) | {
+            "mamba_num_groups": 3 * 5 * 17,
+            "linear_num_key_heads": 3 * 5 * 19,
+            "num_query_groups": 5 * 13,
+        }
+        width[name] //= math.gcd(width[name], without)
+        a = SimpleNamespace(
+            **width, group_query_attention=True, said=lambda _: False, launch=SimpleNamespace(words=()), written=str
+        )
+        m = SimpleNamespace(
+            **{size: PRIMES[size] for size in ("tp", "cp", "etp", "ep")}, kinds={"attention", "mlp"}, mamba=True, moe=True,
+            variant="gated_delta_net", sequence_parallel=True, heads=a.num_attention_heads, groups=a.num_query_groups,
+            mamba_heads=a.mamba_num_heads, ffn=a.ffn_hidden_size, moe_ffn=a.moe_ffn_hidden_size,
+        )  # fmt: skip
+        return {said.partition("\t")[0] for said in layout._indivisible(a, m)}
+
+    assert blamed() == set()
+    cutting = {size for size, prime in PRIMES.items() if name in blamed(prime)}
+    assert cutting == set(CUT_BY[name])

@@ -187,8 +187,8 @@ class Signals:
 
     def do(self, how: Callable[[], None]) -> None:
         """What a signal does from now on; also one that came while they were ignored."""
-        before, self._how = self._how, how
-        if self.seen and before is ignore:
+        self._how = how
+        if self.seen:
             how()
 
     def _on(self, number: int, _: object) -> None:

@@ -55,9 +55,7 @@ def install(run: Run) -> None:
                 if reports:  # those of the last pipeline stage
                     for loss in torch.stack([report["lm loss"][0] for report in reports]).cpu():
                         look(loss)
-            look_at_gradients(
-                [g for chunk in named["model"] for g in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
-            )
+            look_at_gradients(named["model"])
             return reports
 
     training.FullCudaGraphWrapper = Looked
@@ -74,13 +72,14 @@ def release() -> None:
         graph.reset()
 
 
-def look_at_gradients(groups: Sequence[Any]) -> None:
+def look_at_gradients(model: Sequence[Any]) -> None:
     """Megatron's look at the norm of each bucket, after a step, replayed or not. It waits for the GPU twice a bucket; here once for all,
     where it would say nothing of any.
 
-    groups: Megatron's _ParamAndGradBucketGroups.
+    model: its chunks, as DDP has wrapped them.
     """
     machine = get_rerun_state_machine()
+    groups = [g for chunk in model for g in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
     if machine.state == RerunState.INITIAL_RUN and machine.mode != RerunMode.REPORT_DETERMINISM_STATS:
         norms = [bucket.grad_data.norm(p=2) for group in groups for bucket in group.buckets]
         if not norms or bool(torch.stack(norms).isfinite().all()):

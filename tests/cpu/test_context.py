@@ -13,8 +13,9 @@ from megatron.core.transformer.experimental_attention_variant.dsa import DSAInde
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from nam_megatron.errors import Refused
-from nam_megatron.mends import install
+from nam_megatron.mends import install, mtp_counts
 from nam_megatron.runtime import context
+from nam_megatron.runtime.cross_entropy import LARGEST
 
 RANKS, TOKENS = 4, 16
 COUNTS = (0, 3, 5, 2)  # tokens that count, by rank
@@ -119,3 +120,15 @@ def test_what_mtp_counts_is_a_ranks_share_of_all_tokens(ranks):
 
 def test_the_indexers_loss_has_the_main_losss_scale(ranks):
     assert {r.scale for r in ranks} == {0.5}
+
+
+def test_what_the_loss_has_left_counts_as_megatrons_look_at_all_logits():
+    """Where positions of the mask are hit and missed, and others are hit."""
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(16, 3, 4, generator=draw)
+    labels, mask = torch.randint(4, (3, 16), generator=draw), torch.randint(2, (3, 16), generator=draw).float()
+    stock = multi_token_prediction._compute_mtp_acceptance_counts
+    wanted = stock(logits, labels, mask, SimpleNamespace(gather_output=True), None)
+    assert mtp_counts._counts(lambda *_: "Megatron's", logits, labels, mask) == "Megatron's"
+    setattr(logits, LARGEST, logits.argmax(-1).int())
+    assert mtp_counts._counts(stock, logits, labels, mask) == wanted

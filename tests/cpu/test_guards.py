@@ -558,10 +558,10 @@ def test_megatrons_machine_hears_of_gradients_that_are_not_finite(bad):
         harness.step(rig)
         if bad is not None:
             groups[-1].buckets[-1].grad_data[3] = bad
-        whole_step.look_at_gradients(groups)
+        whole_step.look_at_gradients([rig.ddp])
         first = len(asked), machine.rerun_requested
         machine.state = RerunState.RERUNNING_IN_PLACE
-        whole_step.look_at_gradients(groups)
+        whole_step.look_at_gradients([rig.ddp])
         return len([b for group in groups for b in group.buckets]), *first, len(asked) - first[0]
 
     ((buckets, asked, again, repeated),) = on_ranks(Case("*E"), look)

@@ -472,6 +472,13 @@ def test_datasets_of_others_are_known_by_their_content(tmp_path):
     assert said(*one, f"data.path={tmp_path}/a") == []
     (tokens / manifest.TOKENS).write_text('{"model": {"b": 1}}')
     assert said(*one, f"data.path={tmp_path}/a") == ["`tokenizer/tokenizer.json` has another hash"]
+    checkpoint.sign(lowered(*one, f"data.path={tmp_path}/a"))
+    (tokens / "special_tokens_map.json").write_text('{"eos_token": "</s>"}')
+    assert said(*one, f"data.path={tmp_path}/a") == ["`tokenizer/special tokens` has another hash"]
+    signed_data = json.loads((tmp_path / "ckpt" / resume.DATA).read_text())
+    del signed_data["files"]["tokenizer/special tokens"]  # as older versions signed it
+    (tmp_path / "ckpt" / resume.DATA).write_text(json.dumps(signed_data))
+    assert said(*one, f"data.path={tmp_path}/a") == []
     parts = f"data.parts=[{{weight: 1, path: {tmp_path}/a}},{{weight: 2, path: {tmp_path}/b}}]"
     checkpoint.sign(lowered(*save, "data=blend", parts))
     assert said(*save, "data=blend", parts) == []
@@ -598,6 +605,13 @@ def test_a_step_of_a_run_that_began_with_other_weights_is_told(step):
         checksums.bind_to(step, checksums.BOUND)
         signed(step)
         assert list(resume.foreign(step)) == [] and resume.ORIGIN in checksums.read(step)
+    another = shutil.copytree(began, began.with_name("another"))  # a step of the same name
+    (another / step.name / "more").touch()
+    signed(another / step.name)
+    assert list(checkpoint.damage(another)) == []
+    checkpoint.sign(lowered(*words, f"schedule.load={another}"))
+    assert list(resume.foreign(step)) == ["is of another run, which began with other weights: `weights`"]
+    checkpoint.sign(plan)
     began.with_name(TRACKER).rename(step.parent / TRACKER)
     for _ in range(2):  # who goes on with it says what it had begun with
         checkpoint.sign(lowered(*words, f"schedule.load={step.parent}"))

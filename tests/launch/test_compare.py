@@ -175,12 +175,6 @@ def test_another_peak_is_another_utilisation():
         compare.table(pair)
 
 
-def test_another_count_is_another_utilisation():
-    pair = [made(run, forecast={"model_flops_per_token": count}) for run, count in (("one", 2e9), ("two", 3e9))]
-    with pytest.raises(Refused, match="MFU is of different counts"):
-        compare.table(pair)
-
-
 def test_marks_of_two_folders_say_nothing_of_each_other():
     """LD_PRELOAD of another library stood beside none, and both were `<set>`."""
 
@@ -349,6 +343,34 @@ def test_several_nodes_are_known_by_their_ranks_gpus():
     assert refusals(of("a", "g1", "g2"), of("b", "g2", "g1")) == []
     assert refusals(of("a", "g1", "g2"), of("b", "g1", "g3"))[0].startswith("2 hosts: ")
     assert refusals(of("a", "g1", "g2"), of("b", "g1", "g2", said=1)) == ["no host is recorded in `b`"]
+
+
+ODD = {
+    "other data": dict(recipe=RECIPE | {"data": {"name": "built", "path": "/b"}}), "an older launcher": dict(box=None),
+    "another host": dict(box=BOX | {"gpus": "f" * 16}), "of a pool": dict(lineage=LINEAGE | {"pool": "rack7"}, box={"gpus": "f" * 16}),
+    "other GPUs": dict(host={"gpus": [H200 | {"ecc": False}]}), "no GPUs": dict(host={}), "another driver": dict(host={"driver": "590"}),
+    "a diagnostic": dict(job={"diagnostic": "half"}), "a variable": dict(environ={"NCCL_ALGO": "Ring"}),
+    "another peak": dict(forecast={"peak_tflops": 1.0}), "another count": dict(forecast={"model_flops_per_token": 1.0}),
+    "open": dict(end=None),
+    "lost": dict(end="lost"), **{f"another {key}": dict(lineage=LINEAGE | {key: "x"}) for key in compare.LINEAGE},
+    **{f"no {key}": dict(lineage=LINEAGE | {key: None}) for key in compare.LINEAGE},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
+def test_one_among_three_is_found_wherever_it_is_named(odd):
+    usual = dict(host={"gpus": [H200], "driver": "580"}, environ={"OMP_NUM_THREADS": "1"})
+    found = set()
+    for place in range(3):
+        three = [made(f"run{i}", **usual | (odd if i == place else {})) for i in range(3)]
+        found.add(
+            (
+                len([*compare.objections(three)]),
+                frozenset(key for _, rows in compare.differences(three) for key, _ in rows),
+            )
+        )
+    ((objections, keys),) = found
+    assert objections or keys
 
 
 def test_a_run_is_not_compared_with_itself_nor_a_lost_one_at_all():

@@ -17,6 +17,8 @@ from launch.record.redact import Redactor
 from nam_megatron import events
 from nam_megatron.errors import Refused
 
+BESIDE = (receipt.LOG, receipt.PLAN, receipt.DIFF, receipt.KERNELS)
+
 
 @pytest.fixture
 def root(tmp_path) -> Path:
@@ -28,10 +30,11 @@ def opened(root: Path, preset: str = "x", **content) -> receipt.Receipt:
 
 
 def run(root: Path, preset: str = "x", log: str = "a log\n") -> Path:
-    """A sealed run with a log and a plan."""
+    """A sealed run with all that may lie beside a receipt."""
     made = opened(root, preset)
     (made.folder / receipt.LOG).write_text(log)
-    (made.folder / receipt.PLAN).write_text("{}")
+    for name in BESIDE[1:]:
+        (made.folder / name).write_text("{}")
     for name in ("nccl.node-of-mine.1", "core.node-of-mine.2"):
         (made.folder / name).write_text("NCCL version 2.27.5")
     made.seal("completed", {"figures": {"loss": 1.0}})
@@ -111,8 +114,7 @@ ATTACKS = {
     "edited": (lambda a, b: edit(a, opened="1999"), "was changed after it was sealed"),
     "swapped": (swapped, "is the receipt of"),
     "copied": (lambda a, b: shutil.copytree(a, a.with_name("20200101T000000Z-x-000000")), "is the receipt of"),
-    "log replaced": (lambda a, b: change(a, receipt.LOG), "`log.txt` of"),
-    "plan replaced": (lambda a, b: change(a, receipt.PLAN), "`plan.json` of"),
+    **{f"{name} replaced": (lambda a, b, name=name: change(a, name), f"`{name}` of") for name in BESIDE},
     "key twice": (twice, "a key stands in it twice"),
     "first removed": (lambda a, b: shutil.rmtree(a), "receipt 1 of 3 not here (removed, or damaged)"),
     "last removed": (lambda a, b: shutil.rmtree(sorted(a.parent.glob("*-z-*"))[0]), "receipt 3 of 3 not here"),
@@ -440,7 +442,7 @@ def test_a_sealed_receipt_is_of_one_piece(root):
     """Whatever of it is changed, taken away or added, it is no receipt any more."""
     folder = run(root)
     whole = receipt.read(folder)
-    assert whole["files"].keys() == {receipt.LOG, receipt.PLAN, receipt.NCCL}
+    assert whole["files"].keys() == {*BESIDE, receipt.NCCL}
     for key in (*whole, "new"):
         for value in ("other", None, ...):
             made = {k: v for k, v in whole.items() if k != key} | ({} if value is ... else {key: value})

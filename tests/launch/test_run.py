@@ -119,9 +119,9 @@ def test_a_run_from_the_receipt_to_the_seal(root, tmp_path):
     figures = found["outcome"]["figures"]
     assert (figures["window"]["first"], figures["window"]["last"], figures["window"]["median_ms"]) == (4, 5, 104.5)
     assert figures["window"]["tokens_per_s_per_gpu"] == round(4 * 128 / 0.1045, 1)
-    assert found["outcome"]["against_forecast"]["peak_allocated_ratio"] == round(
-        2 / found["forecast"]["peak_allocated_gib"], 4
-    )
+    for kind, gib in (("allocated", 2), ("reserved", 3)):
+        ratio = found["outcome"]["against_forecast"][f"peak_{kind}_ratio"]
+        assert ratio == round(gib / found["forecast"][f"peak_{kind}_gib"], 4)
     assert [gap["gib"] for gap in found["outcome"]["memory"]["gap"]] == [1.0, 0.001]
     (rank,) = found["outcome"]["ranks"]
     assert (rank["gpu"], rank["nics"], rank["nccl_agrees"]) == ("GPU0", ["mlx5_0 (PIX)"], None)
