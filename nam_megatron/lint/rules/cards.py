@@ -173,13 +173,7 @@ def _word(value: Any) -> str:
 
 
 RULES = (
-    Rule(
-        "not-the-card",
-        WRONG,
-        "",
-        _contradicts,
+    Rule("not-the-card", WRONG, "", _contradicts,
         "the launch calls itself by a published model's name, and that model's card says otherwise",
-        "take the card's value, or call the launch by another name",
-        "nam_megatron/lint/cards.yaml",
-    ),
-)
+        "take the card's value, or call the launch by another name", "nam_megatron/lint/cards.yaml"),
+)  # fmt: skip

@@ -37,31 +37,11 @@ def idle(a: Args, m: Model, which: str = "idle") -> Iterator[str]:
 
 
 RULES = (
-    Rule(
-        "idle-flag",
-        FRAGILE,
-        "",
-        idle,
-        "no effect without what it stands on",
-        "give what it wants, or leave it out",
-        CONFIG,
-    ),
-    Rule(
-        "companion",
-        FAIL,
-        "",
-        lambda a, m: _lacking(a, m, "refused"),
-        "refused without what it stands on",
-        "give what it wants, or leave it out",
-        f"{VALIDATE}, {CONFIG}",
-    ),
-    Rule(
-        "companion-later",
-        FAIL,
-        "",
-        lambda a, m: _lacking(a, m, "later"),
-        "refused without what it stands on, after the start",
-        "give what it wants, or leave it out",
-        "core/optimizer/__init__.py, core/distributed/distributed_data_parallel.py, core/datasets/blended_megatron_dataset_config.py",
-    ),
-)
+    Rule("idle-flag", FRAGILE, "", idle, "no effect without what it stands on", "give what it wants, or leave it out",
+        CONFIG),
+    Rule("companion", FAIL, "", lambda a, m: _lacking(a, m, "refused"), "refused without what it stands on",
+        "give what it wants, or leave it out", f"{VALIDATE}, {CONFIG}"),
+    Rule("companion-later", FAIL, "", lambda a, m: _lacking(a, m, "later"),
+        "refused without what it stands on, after the start", "give what it wants, or leave it out",
+        "core/optimizer/__init__.py, core/distributed/distributed_data_parallel.py, core/datasets/blended_megatron_dataset_config.py"),
+)  # fmt: skip

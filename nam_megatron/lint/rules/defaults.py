@@ -49,60 +49,32 @@ def _dropouts(a: Args, m: Model) -> Iterator[str]:
 
 _SELDOM_MEANT = (
     *map(trap, ("default-positions", "default-normalization", "default-bias")),
-    Rule(
-        "default-activation",
-        DEFAULT,
-        "swiglu",
+    Rule("default-activation", DEFAULT, "swiglu",
         lambda a, m: m.activation == "GELU" and m.has_mlps and without("--swiglu or --squared-relu") + "\t",
-        "MLPs and experts have GELU, without a gate",
-        "add `--swiglu` or `--squared-relu`",
-        FROM_ARGS,
-    ),
+        "MLPs and experts have GELU, without a gate", "add `--swiglu` or `--squared-relu`", FROM_ARGS),
     Rule("default-dropout", DEFAULT, "", _dropouts, "a dropout of 0.1", "say 0.0 (or 0.1, if meant)", CONFIG),
-    Rule(
-        "default-beta2",
-        DEFAULT,
-        "adam_beta2",
+    Rule("default-beta2", DEFAULT, "adam_beta2",
         lambda a, m: not a.said("adam_beta2") and a.optimizer != "sgd" and not _as_ever(a, m),
-        "Adam's second moment decays with 0.999",
-        "say `--adam-beta2 0.95` (or 0.999, if meant)",
-        "core/optimizer/optimizer_config.py",
-    ),
+        "Adam's second moment decays with 0.999", "say `--adam-beta2 0.95` (or 0.999, if meant)",
+        "core/optimizer/optimizer_config.py"),
     *map(trap, ("default-router-scores", "default-expert-scale", "default-top-k")),
-    Rule(
-        "default-ffn",
-        DEFAULT,
-        "ffn_hidden_size",
+    Rule("default-ffn", DEFAULT, "ffn_hidden_size",
         lambda a, m: "mlp" in m.kinds and a.swiglu and not a.said("ffn_hidden_size") and f"{m.ffn} wide",
         "beside SwiGLU a dense MLP is 8/3 as wide as the residual stream, rounded down to a multiple of 64",
-        "say `--ffn-hidden-size`",
-        VALIDATE,
-    ),
-    Rule(
-        "default-expert-ffn",
-        DEFAULT,
-        "moe_ffn_hidden_size",
+        "say `--ffn-hidden-size`", VALIDATE),
+    Rule("default-expert-ffn", DEFAULT, "moe_ffn_hidden_size",
         lambda a, m: m.moe
-        and "mlp" in m.kinds
-        and (a.num_experts or 0) > 16
-        and not a.said("moe_ffn_hidden_size")
-        and f"{m.ffn} wide",
-        "each of the many experts is as wide as the dense MLPs beside them",
-        "say `--moe-ffn-hidden-size`",
-        VALIDATE,
-    ),
+            and "mlp" in m.kinds
+            and (a.num_experts or 0) > 16
+            and not a.said("moe_ffn_hidden_size")
+            and f"{m.ffn} wide", "each of the many experts is as wide as the dense MLPs beside them",
+        "say `--moe-ffn-hidden-size`", VALIDATE),
     *map(trap, ("default-yarn-scale", "default-balancing", "default-latent-norm")),
-    Rule(
-        "default-dispatcher",
-        DEFAULT,
-        "moe_token_dispatcher_type",
+    Rule("default-dispatcher", DEFAULT, "moe_token_dispatcher_type",
         lambda a, m: m.moe and m.ep * m.tp > 1 and not a.said("moe_token_dispatcher_type"),
-        "allgather: every expert rank gets every token",
-        "say `--moe-token-dispatcher-type alltoall`",
-        CONFIG,
-    ),
+        "allgather: every expert rank gets every token", "say `--moe-token-dispatcher-type alltoall`", CONFIG),
     *map(trap, ("default-expert-tensor",)),
-)
+)  # fmt: skip
 
 RULES = (
     *(replace(rule, when=_beside_newer(rule.when, rule.about)) for rule in _SELDOM_MEANT),

@@ -65,103 +65,52 @@ def _expandable(a: Args) -> bool:
 
 
 RULES = (
-    Rule(
-        "graphs-recomputed-attention",
-        COST,
-        "recompute_modules",
-        law("graphs-recomputed-attention"),
+    Rule("graphs-recomputed-attention", COST, "recompute_modules", law("graphs-recomputed-attention"),
         "attention that is captured keeps what its recompute would drop",
-        "leave `core_attn` out, or do not capture `attn`",
-        "core/tensor_parallel/random.py",
-    ),
-    Rule(
-        "graphs-recomputed-dropout",
-        FAIL,
-        "recompute_modules",
-        law("graphs-recomputed-dropout"),
+        "leave `core_attn` out, or do not capture `attn`", "core/tensor_parallel/random.py"),
+    Rule("graphs-recomputed-dropout", FAIL, "recompute_modules", law("graphs-recomputed-dropout"),
         "an MLP that is captured cannot draw the dropout again that its recompute needs",
-        "leave `mlp` out of one of them, or say `--hidden-dropout 0`",
-        "core/tensor_parallel/random.py",
-    ),
+        "leave `mlp` out of one of them, or say `--hidden-dropout 0`", "core/tensor_parallel/random.py"),
     *map(trap, ("graphs-ignored",)),
-    Rule(
-        "graphs-modules",
-        FAIL,
-        "cuda_graph_modules|cuda_graph_impl|enable_cuda_graph|external_cuda_graph",
-        _graph_modules,
-        "graphs that cannot be captured",
-        "capture other modules",
-        CONFIG,
-    ),
-    Rule(
-        "graphs-overlap",
-        OPEN,
-        "cuda_graph_modules|cuda_graph_scope_deprecated",
+    Rule("graphs-modules", FAIL, "cuda_graph_modules|cuda_graph_impl|enable_cuda_graph|external_cuda_graph",
+        _graph_modules, "graphs that cannot be captured", "capture other modules", CONFIG),
+    Rule("graphs-overlap", OPEN, "cuda_graph_modules|cuda_graph_scope_deprecated",
         lambda a, m: m.graphs == "transformer_engine"
-        and "attn" in m.graph_modules
-        and a.overlap_moe_expert_parallel_comm,
+            and "attn" in m.graph_modules
+            and a.overlap_moe_expert_parallel_comm,
         "graphs of attention beside the overlap of expert communication: gradient norms that jump after some 80 steps, then NaN, were "
-        "reported of 0.19.0 with TE 2.16 and not explained (Megatron-LM issue 5966)",
+            "reported of 0.19.0 with TE 2.16 and not explained (Megatron-LM issue 5966)",
         "look at the gradient norms of the first hundred steps, or leave one of them out",
-        "core/models/common/model_chunk_schedule_plan.py",
-    ),
-    Rule(
-        "graphs-experts",
-        OPEN,
-        "cuda_graph_modules|cuda_graph_scope_deprecated",
+        "core/models/common/model_chunk_schedule_plan.py"),
+    Rule("graphs-experts", OPEN, "cuda_graph_modules|cuda_graph_scope_deprecated",
         lambda a, m: m.graphs == "transformer_engine"
-        and m.ep > 1
-        and bool({"moe_router", "moe_preprocess"} & {*m.graph_modules}),
+            and m.ep > 1
+            and bool({"moe_router", "moe_preprocess"} & {*m.graph_modules}),
         "graphs up to the token dispatcher: hangs right after the capture were reported by several and not explained (Megatron-Bridge "
-        "issue 3517, of H100 and GB200)",
-        "run a few steps first, or leave the graphs out",
-        f"{MOE}token_dispatcher.py",
-    ),
+            "issue 3517, of H100 and GB200)", "run a few steps first, or leave the graphs out",
+        f"{MOE}token_dispatcher.py"),
     *map(trap, ("graphs-twice",)),
-    Rule(
-        "graphs-allocator",
-        FAIL,
-        "PYTORCH_CUDA_ALLOC_CONF|PYTORCH_ALLOC_CONF",
+    Rule("graphs-allocator", FAIL, "PYTORCH_CUDA_ALLOC_CONF|PYTORCH_ALLOC_CONF",
         lambda a, m: m.graphs == "transformer_engine"
-        and _expandable(a)
-        and a.launch.env.get("NCCL_GRAPH_REGISTER") != "0",
-        "graphs with expandable segments read freed memory unless NCCL registers none",
-        "export NCCL_GRAPH_REGISTER=0",
-        VALIDATE,
-    ),
-    Rule(
-        "connections-not-one",
-        FAIL,
-        "CUDA_DEVICE_MAX_CONNECTIONS",
+            and _expandable(a)
+            and a.launch.env.get("NCCL_GRAPH_REGISTER") != "0",
+        "graphs with expandable segments read freed memory unless NCCL registers none", "export NCCL_GRAPH_REGISTER=0",
+        VALIDATE),
+    Rule("connections-not-one", FAIL, "CUDA_DEVICE_MAX_CONNECTIONS",
         lambda a, m: (m.tp > 1 or m.cp > 1)
-        and not m.blackwell
-        and not m.fsdp
-        and not a.overlap_moe_expert_parallel_comm
-        and _connections(a, m) not in (None, "1"),
-        "tensor and context parallelism demand 1 on Hopper and before",
-        "export CUDA_DEVICE_MAX_CONNECTIONS=1",
-        VALIDATE,
-    ),
-    Rule(
-        "connections-fsdp",
-        FAIL,
-        "CUDA_DEVICE_MAX_CONNECTIONS",
-        lambda a, m: m.fsdp and _connections(a, m) == "1",
-        "an FSDP forbids 1",
-        "unset CUDA_DEVICE_MAX_CONNECTIONS",
-        VALIDATE,
-    ),
-    Rule(
-        "connections-leftover",
-        COST,
-        "CUDA_DEVICE_MAX_CONNECTIONS",
+            and not m.blackwell
+            and not m.fsdp
+            and not a.overlap_moe_expert_parallel_comm
+            and _connections(a, m) not in (None, "1"), "tensor and context parallelism demand 1 on Hopper and before",
+        "export CUDA_DEVICE_MAX_CONNECTIONS=1", VALIDATE),
+    Rule("connections-fsdp", FAIL, "CUDA_DEVICE_MAX_CONNECTIONS", lambda a, m: m.fsdp and _connections(a, m) == "1",
+        "an FSDP forbids 1", "unset CUDA_DEVICE_MAX_CONNECTIONS", VALIDATE),
+    Rule("connections-leftover", COST, "CUDA_DEVICE_MAX_CONNECTIONS",
         lambda a, m: ((m.tp == 1 and m.cp == 1) or m.blackwell)
-        and not m.fsdp
-        and not (AMD.search(a.launch.text) or a.launch.partial or a.launch.gpus == 1)
-        and _connections(a, m) == "1"
-        and (a.overlap_grad_reduce or a.overlap_param_gather or a.overlap_moe_expert_parallel_comm),
+            and not m.fsdp
+            and not (AMD.search(a.launch.text) or a.launch.partial or a.launch.gpus == 1)
+            and _connections(a, m) == "1"
+            and (a.overlap_grad_reduce or a.overlap_param_gather or a.overlap_moe_expert_parallel_comm),
         "nothing demands 1 here, and it serialises the overlap of communication (Megatron-LM issue 1468)",
-        "unset CUDA_DEVICE_MAX_CONNECTIONS",
-        VALIDATE,
-    ),
-)
+        "unset CUDA_DEVICE_MAX_CONNECTIONS", VALIDATE),
+)  # fmt: skip

@@ -27,22 +27,10 @@ def _departs(a: Args, m: Model) -> Iterator[str]:
 
 
 RULES = (
-    Rule(
-        "not-built",
-        FAIL,
-        "",
+    Rule("not-built", FAIL, "",
         lambda a, m: [f"{s.owner}\t{s.missing}" for s in m.plan.lowering.plan.not_built] if m.plan else [],
         "a part of the plan that is not built yet; parameters are counted with it, and our trainer refuses it",
-        "leave it out of the recipe",
-        "nam_megatron/train.py",
-    ),
-    Rule(
-        "not-the-plan",
-        FAIL,
-        "",
-        _departs,
-        "our trainer refuses whatever its plan does not say",
-        "translate the recipe again; run.sh stands beside the plan",
-        "nam_megatron/train.py objections",
-    ),
-)
+        "leave it out of the recipe", "nam_megatron/train.py"),
+    Rule("not-the-plan", FAIL, "", _departs, "our trainer refuses whatever its plan does not say",
+        "translate the recipe again; run.sh stands beside the plan", "nam_megatron/train.py objections"),
+)  # fmt: skip

@@ -59,75 +59,29 @@ def _chip(a: Args, m: Model) -> Iterator[str]:
 
 
 RULES = (
-    Rule(
-        "wrong-chip",
-        FAIL,
-        "fp8_recipe|fp4",
-        _chip,
-        "the device that this launch names cannot compute it",
+    Rule("wrong-chip", FAIL, "fp8_recipe|fp4", _chip, "the device that this launch names cannot compute it",
         "use a format that it has",
-        "transformer_engine 2.20 pytorch/quantization.py check_mxfp8_support, check_nvfp4_support",
-    ),
-    Rule(
-        "deterministic",
-        FAIL,
-        "deterministic_mode",
-        _deterministic,
-        "deterministic mode refuses it",
-        "leave it out",
-        "training/determinism.py",
-    ),
-    Rule(
-        "fp8-edges",
-        FAIL,
-        "num_layers_at_start_in_bf16",
-        _edges,
-        "more layers stay in bf16 than a pipeline stage has",
-        "lower it",
-        CONFIG,
-    ),
+        "transformer_engine 2.20 pytorch/quantization.py check_mxfp8_support, check_nvfp4_support"),
+    Rule("deterministic", FAIL, "deterministic_mode", _deterministic, "deterministic mode refuses it", "leave it out",
+        "training/determinism.py"),
+    Rule("fp8-edges", FAIL, "num_layers_at_start_in_bf16", _edges, "more layers stay in bf16 than a pipeline stage has",
+        "lower it", CONFIG),
     *map(trap, ("fp32", "two-precisions")),
     Rule("fp8-flags-ignored", COST, "", _without_fp8, "ignored: FP8 is not on", "add `--fp8-format hybrid`", CONFIG),
     *map(trap, ("fp8-gather-without-fp8", "fp8-and-fp4")),
-    Rule(
-        "fp8-mamba-width",
-        FAIL,
-        "mamba_num_heads|fp8",
+    Rule("fp8-mamba-width", FAIL, "mamba_num_heads|fp8",
         lambda a, m: bool(a.fp8)
-        and m.mamba
-        and not m.pads_mamba
-        and m.mamba_projection % 16 > 0
-        and f"2 heads x width + 2 groups x state + heads = {m.mamba_projection}",
-        "FP8 wants Mamba's input projection in multiples of 16",
-        "choose the heads so, e.g. a multiple of 16",
-        "core/ssm/mamba_mixer.py",
-    ),
-    Rule(
-        "fp8-delayed-edges",
-        FAIL,
-        "first_last_layers_bf16",
-        law("fp8-delayed-bf16-layers"),
-        "delayed scaling, the default recipe, refuses bf16 edge layers",
-        "add `--fp8-recipe tensorwise`",
-        CONFIG,
-    ),
-    Rule(
-        "fp8-delayed-recompute",
-        FAIL,
-        "recompute_modules",
-        law("fp8-delayed-discarding"),
-        "delayed scaling, the default recipe, refuses their recompute",
-        "add `--fp8-recipe tensorwise`",
-        CONFIG,
-    ),
-    Rule(
-        "fp8-gather",
-        FAIL,
-        "fp8_param_gather",
-        law("fp8-weights-unsharded"),
-        "needs sharded weights",
-        "add `--use-distributed-optimizer`",
-        VALIDATE,
-    ),
+            and m.mamba
+            and not m.pads_mamba
+            and m.mamba_projection % 16 > 0
+            and f"2 heads x width + 2 groups x state + heads = {m.mamba_projection}",
+        "FP8 wants Mamba's input projection in multiples of 16", "choose the heads so, e.g. a multiple of 16",
+        "core/ssm/mamba_mixer.py"),
+    Rule("fp8-delayed-edges", FAIL, "first_last_layers_bf16", law("fp8-delayed-bf16-layers"),
+        "delayed scaling, the default recipe, refuses bf16 edge layers", "add `--fp8-recipe tensorwise`", CONFIG),
+    Rule("fp8-delayed-recompute", FAIL, "recompute_modules", law("fp8-delayed-discarding"),
+        "delayed scaling, the default recipe, refuses their recompute", "add `--fp8-recipe tensorwise`", CONFIG),
+    Rule("fp8-gather", FAIL, "fp8_param_gather", law("fp8-weights-unsharded"), "needs sharded weights",
+        "add `--use-distributed-optimizer`", VALIDATE),
     *map(trap, ("fused-cross-entropy-te",)),
-)
+)  # fmt: skip

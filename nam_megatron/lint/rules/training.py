@@ -130,65 +130,31 @@ def _schedule(a: Args, m: Model) -> Iterator[str]:
 
 
 RULES = (
-    Rule(
-        "documents-not-apart",
-        WRONG,
-        "reset_attention_mask|reset_position_ids",
-        _documents,
+    Rule("documents-not-apart", WRONG, "reset_attention_mask|reset_position_ids", _documents,
         "no layer reads it: documents of a sample see one another (Megatron-LM issues 2357, 415)",
         "only `--eod-mask-loss` does what it says; packed sequences keep documents apart (`--sft`), where the layers take them",
-        "core/transformer/attention.py, core/extensions/transformer_engine.py TEDotProductAttention",
-    ),
-    Rule(
-        "schedule",
-        FAIL,
-        "lr_decay_style",
-        _schedule,
-        "the learning rate's schedule refuses it",
-        "change one of them",
-        "core/optimizer_param_scheduler.py",
-    ),
-    Rule(
-        "schedule-apart",
-        OPEN,
-        "lr_decay_iters",
-        _apart,
+        "core/transformer/attention.py, core/extensions/transformer_engine.py TEDotProductAttention"),
+    Rule("schedule", FAIL, "lr_decay_style", _schedule, "the learning rate's schedule refuses it", "change one of them",
+        "core/optimizer_param_scheduler.py"),
+    Rule("schedule-apart", OPEN, "lr_decay_iters", _apart,
         "a length of the learning rate's schedule that hardly goes with the training's",
-        "check its unit and its digits",
-        "core/optimizer_param_scheduler.py get_lr",
-    ),
-    Rule(
-        "restart-anew",
-        OPEN,
-        "finetune",
-        _own_folder,
-        "--load is --save, so that a restart reads what this run saved",
+        "check its unit and its digits", "core/optimizer_param_scheduler.py get_lr"),
+    Rule("restart-anew", OPEN, "finetune", _own_folder, "--load is --save, so that a restart reads what this run saved",
         "give the first weights as `--pretrained-checkpoint`, or start again without it",
-        "training/checkpointing.py load_checkpoint",
-    ),
-    Rule(
-        "restart-strict",
-        FAIL,
-        "dist_ckpt_strictness",
+        "training/checkpointing.py load_checkpoint"),
+    Rule("restart-strict", FAIL, "dist_ckpt_strictness",
         lambda a, m: _restarts(a)
-        and not m.plan
-        and a.dist_ckpt_strictness == "raise_all"
-        and a.ckpt_format == "torch_dist"
-        and a.rerun_mode != "disabled",
+            and not m.plan
+            and a.dist_ckpt_strictness == "raise_all"
+            and a.ckpt_format == "torch_dist"
+            and a.rerun_mode != "disabled",
         "a restart stops at its own checkpoint (`Missing keys ... rerun_state_machine_state`): the state of reruns is saved also where "
-        "none is pending, and is asked for only where one is (Megatron-LM issue 7428, pull request 7222)",
+            "none is pending, and is asked for only where one is (Megatron-LM issue 7428, pull request 7222)",
         "add `--rerun-mode disabled` from the first start on, or use `--dist-ckpt-strictness raise_unexpected`",
-        "core/rerun_state_machine.py state_dict, validate_state_dict, training/checkpointing.py load_checkpoint",
-    ),
-    Rule(
-        "wsd-too-long",
-        WRONG,
-        "lr_wsd_decay_iters",
-        _annealed,
+        "core/rerun_state_machine.py state_dict, validate_state_dict, training/checkpointing.py load_checkpoint"),
+    Rule("wsd-too-long", WRONG, "lr_wsd_decay_iters", _annealed,
         "the decay has begun before the rate is reached: it is never the one that is said",
-        "shorten the decay, or train longer",
-        "core/optimizer_param_scheduler.py get_lr",
-    ),
+        "shorten the decay, or train longer", "core/optimizer_param_scheduler.py get_lr"),
     Rule(
         "resume-learning-rate",
         OPEN,
@@ -202,116 +168,61 @@ RULES = (
         "keep both as they were, or begin anew: `--no-load-optim`, `--finetune`",
         "core/optimizer/optimizer.py param_group_identifier_keys",
     ),
-    Rule(
-        "offload-resume",
-        OPEN,
-        "optimizer_cpu_offload",
+    Rule("offload-resume", OPEN, "optimizer_cpu_offload",
         lambda a, m: not a.elsewhere
-        and a.optimizer_cpu_offload
-        and not a.mock_data
-        and bool(a.load or a.pretrained_checkpoint),
+            and a.optimizer_cpu_offload
+            and not a.mock_data
+            and bool(a.load or a.pretrained_checkpoint),
         "an optimizer on the CPU keeps copies of the weights of its own: after a checkpoint losses that begin anew were reported, with its "
-        "state (Megatron-LM issues 1842, 2775) and, of weights alone, with the cause (pull request 5071)",
+            "state (Megatron-LM issues 1842, 2775) and, of weights alone, with the cause (pull request 5071)",
         "compare the first loss with the last one before, or keep the optimizer on the GPU",
-        "core/optimizer/cpu_offloading/hybrid_optimizer.py",
-    ),
+        "core/optimizer/cpu_offloading/hybrid_optimizer.py"),
     *map(trap, ("fsdp-hybridep", "fsdp-checkpoints", "fsdp-optimizer")),
-    Rule(
-        "fsdp-pipeline",
-        FAIL,
-        "pipeline_model_parallel_size|use_megatron_fsdp",
-        law("fsdp-pipeline"),
-        "Megatron-FSDP's mesh has no place for pipeline stages, and its ranks do not add up",
-        "use one of them",
-        "core/distributed/fsdp/mcore_fsdp_adapter.py _get_dp_tp_mesh",
-    ),
-    Rule(
-        "fsdp-lone-experts",
-        WRONG,
-        "expert_model_parallel_size|use_megatron_fsdp",
-        _lone_experts,
+    Rule("fsdp-pipeline", FAIL, "pipeline_model_parallel_size|use_megatron_fsdp", law("fsdp-pipeline"),
+        "Megatron-FSDP's mesh has no place for pipeline stages, and its ranks do not add up", "use one of them",
+        "core/distributed/fsdp/mcore_fsdp_adapter.py _get_dp_tp_mesh"),
+    Rule("fsdp-lone-experts", WRONG, "expert_model_parallel_size|use_megatron_fsdp", _lone_experts,
         "each expert is on one data rank alone: the sum of its gradients is scaled again with each microbatch, so that the first ones "
-        "hardly count (Megatron-LM issue 6660 tells of its kin)",
+            "hardly count (Megatron-LM issue 6660 tells of its kin)",
         "fewer expert parallel ranks, `--calculate-per-token-loss`, or no FSDP",
-        "core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py _bucket_group_gradient_reduce",
-    ),
+        "core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py _bucket_group_gradient_reduce"),
     *map(trap, ("fsdp-indexer",)),
     Rule("fsdp2", FAIL, "use_torch_fsdp2", _fsdp2, "torch FSDP2 refuses it", "leave one of them out", VALIDATE),
     *map(trap, ("fsdp-tensor",)),
-    Rule(
-        "checkpoint-shifted",
-        WRONG,
-        "dist_ckpt_optim_fully_reshardable",
+    Rule("checkpoint-shifted", WRONG, "dist_ckpt_optim_fully_reshardable",
         lambda a, m: not m.plan
-        and all((a.dist_ckpt_optim_fully_reshardable, a.use_distributed_optimizer, a.overlap_grad_reduce, a.save))
-        and (a.ckpt_format == "torch_dist" and not a.no_save_optim and not m.fsdp),
+            and all((a.dist_ckpt_optim_fully_reshardable, a.use_distributed_optimizer, a.overlap_grad_reduce, a.save))
+            and (a.ckpt_format == "torch_dist" and not a.no_save_optim and not m.fsdp),
         "from a gradient buffer's second bucket on, master weights and moments are saved shifted by the padding of the buckets before "
         "(mended in Megatron-LM pull request 5077), and a run that goes on from such a checkpoint trains with other weights; buckets of "
         "parameters whose sizes 128 and the data-parallel ranks divide have no padding, unless it is asked for",
         "leave it out, or take a Megatron with that change",
-        "core/optimizer/distrib_optimizer.py sharded_param_state_fully_reshardable",
-    ),
-    Rule(
-        "checkpoint-format",
-        FAIL,
-        "ckpt_format",
+        "core/optimizer/distrib_optimizer.py sharded_param_state_fully_reshardable"),
+    Rule("checkpoint-format", FAIL, "ckpt_format",
         lambda a, m: (a.ckpt_format == "fsdp_dtensor" and not a.use_megatron_fsdp)
-        or (a.verify_integrity and a.ckpt_format != "torch_dist")
-        or (a.ckpt_format == "torch_dcp" and (not a.use_torch_fsdp2 or m.tp > 1 or m.pp > 1))
-        or (a.optimizer not in ("adam", "sgd") and a.ckpt_format not in ("torch", "torch_dist")),
-        "this format is for another setup",
-        "use `--ckpt-format torch_dist`",
-        VALIDATE,
-    ),
-    Rule(
-        "rampup-ignored",
-        WRONG,
-        "rampup_batch_size",
+            or (a.verify_integrity and a.ckpt_format != "torch_dist")
+            or (a.ckpt_format == "torch_dcp" and (not a.use_torch_fsdp2 or m.tp > 1 or m.pp > 1))
+            or (a.optimizer not in ("adam", "sgd") and a.ckpt_format not in ("torch", "torch_dist")),
+        "this format is for another setup", "use `--ckpt-format torch_dist`", VALIDATE),
+    Rule("rampup-ignored", WRONG, "rampup_batch_size",
         lambda a, m: a.said("rampup_batch_size") and a.step_batch_size_schedule is None,
         "ignored: every step takes the whole global batch from the first one on",
         "say `--step-batch-size-schedule` and `--train-samples`, without `--global-batch-size`",
-        "training/global_vars.py set_global_variables, core/num_microbatches_calculator.py",
-    ),
-    Rule(
-        "batch-schedule-steps",
-        WRONG,
-        "step_batch_size_schedule",
+        "training/global_vars.py set_global_variables, core/num_microbatches_calculator.py"),
+    Rule("batch-schedule-steps", WRONG, "step_batch_size_schedule",
         lambda a, m: bool(a.step_batch_size_schedule) and bool(a.train_iters) and a.global_batch_size is None,
         "in iterations the learning rate's decay and the data are counted by micro batch x data parallel samples a step, whatever it says",
         "count in samples: `--train-samples`, `--lr-decay-samples`, `--lr-warmup-samples`",
-        "training/training.py get_optimizer_param_scheduler",
-    ),
-    Rule(
-        "unlikely-value",
-        OPEN,
-        "",
+        "training/training.py get_optimizer_param_scheduler"),
+    Rule("unlikely-value", OPEN, "",
         lambda a, m: each(a, (n for n in a.sure(*UNLIKELY) if a.optimizer == "adam" and getattr(a, n) >= UNLIKELY[n])),
-        "ten times what published runs have, or more",
-        "look at its digits",
-        "core/optimizer/optimizer_config.py",
-    ),
+        "ten times what published runs have, or more", "look at its digits", "core/optimizer/optimizer_config.py"),
     Rule("learning-rates", FAIL, "min_lr", law("min-lr-above-lr"), "above --lr", "lower it", VALIDATE),
-    Rule(
-        "iterations-and-samples",
-        FAIL,
-        "",
-        _iterations_and_samples,
-        "iterations and samples, or two warm-ups, in one launch",
-        "keep one kind",
-        VALIDATE,
-    ),
+    Rule("iterations-and-samples", FAIL, "", _iterations_and_samples,
+        "iterations and samples, or two warm-ups, in one launch", "keep one kind", VALIDATE),
     *map(trap, ("save-interval",)),
-    Rule(
-        "data-sources",
-        FAIL,
-        "mock_data|data_path",
-        lambda a, m: sum(
-            any(a.said(name) and bool(a.value(name)) for name in names)
-            for names in (("mock_data",), ("data_path",), ("train_data_path", "valid_data_path", "test_data_path"))
-        )
-        > 1,
-        "more than one source of data",
-        "keep one",
-        VALIDATE,
-    ),
-)
+    Rule("data-sources", FAIL, "mock_data|data_path",
+        lambda a, m: sum(any(a.said(name) and bool(a.value(name)) for name in names)
+                         for names in (("mock_data",), ("data_path",), ("train_data_path", "valid_data_path", "test_data_path"))) > 1,
+        "more than one source of data", "keep one", VALIDATE),
+)  # fmt: skip
