@@ -349,16 +349,7 @@ def _whose(path: Path, sources: Sources) -> str:
     return next((f" ({folder})" for folder in sources.own if path.is_relative_to(folder)), "")
 
 
-LISTS = {
-    "presets": presets,
-    "overlays": overlays,
-    "lanes": lanes,
-    "clusters": clusters,
-    "kinds": kinds,
-    "features": features,
-    "keys": keys,
-    "laws": laws,
-}  # fmt: skip
+LISTS = {listing.__name__: listing for listing in (presets, overlays, lanes, clusters, kinds, features, keys, laws)}
 
 
 def listed(rows: Rows, columns: int | None = None) -> str:

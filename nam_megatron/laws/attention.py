@@ -19,10 +19,6 @@ CONFIG = "core/transformer/transformer_config.py"
 TO_NULL = "set it to null"
 
 
-def _window_beyond(attention: Attention, model: Model) -> bool:
-    return attention.window is not None and attention.window >= model.seq_length
-
-
 def _windows_of_few(attention: Attention, plan: Plan) -> Words | None:
     every, have = attention.unwindowed_every or 0, len(plan.numbers("attention"))
     return {"every": every, "have": have} if every > have else None
@@ -48,22 +44,6 @@ def _ours(plan: Plan) -> Iterator[Words]:
         if block and kind in plan.kinds and block.kernels != "megatron":
             key = f"execution.{kind}.kernels"
             yield {"title": title, "key": key}
-
-
-def _without_query_latent(plan: Plan, mla: Mla) -> Iterator[Words]:
-    return _ours(plan) if mla.q_lora_rank is None else iter(())
-
-
-def _centred_norms(plan: Plan, model: Model) -> Iterator[Words]:
-    return _ours(plan) if model.zero_centered_norms else iter(())
-
-
-def _no_rms_norm(plan: Plan, model: Model) -> Iterator[Words]:
-    return _ours(plan) if model.normalization != "RMSNorm" else iter(())
-
-
-def _fp8_latents(plan: Plan, feature: Features) -> Iterator[Words]:
-    return _ours(plan) if feature.fp8 and not feature.fp8.keeps("latents") else iter(())
 
 
 def _uneven_queries(dsa: Dsa, model: Model, parallel: Parallel) -> Words | None:
@@ -108,7 +88,8 @@ LAWS = (
         says="{attention.query_groups} query groups are neither a multiple nor a divisor of tensor parallel size {parallel.tensor}",
         source=CONFIG),
     Law(id="window-beyond-sequence", category=CONTRADICTION, key=GQA + "window",
-        when=_window_beyond, says="a window of {attention.window} tokens limits nothing in {model.seq_length}",
+        when=lambda attention, model: attention.window is not None and attention.window >= model.seq_length,
+        says="a window of {attention.window} tokens limits nothing in {model.seq_length}",
         way=TO_NULL),
     Law(id="window-context", category=REFUSES, key=GQA + "window",
         when=lambda attention, parallel: attention.window and parallel.context > 1,
@@ -138,17 +119,21 @@ LAWS = (
         when=_odd_turn, says="RoPE turns an even number of columns of a head, not {columns}",
         way="choose a share that turns whole pairs", source="core/models/common/embeddings/rotary_pos_embedding.py"),
     Law(id="latents-fp8", category=OURS, key=MLA_HOW + "kernels",
-        when=_fp8_latents, says="our {title} projects to latents and from them in bf16, not in FP8",
+        when=lambda plan, fp8: not fp8.keeps("latents") and _ours(plan),
+        says="our {title} projects to latents and from them in bf16, not in FP8",
         way="put `latents` into `feature.fp8.bf16_parts`, or set `{key}=megatron`",
         source="nam_megatron/blocks/mla/README.md"),
     Law(id="latents-norm", category=OURS, key=MLA_HOW + "kernels",
-        when=_no_rms_norm, says="our {title} has RMSNorm in its projections, not {model.normalization}",
+        when=lambda plan, model: model.normalization != "RMSNorm" and _ours(plan),
+        says="our {title} has RMSNorm in its projections, not {model.normalization}",
         way="set `{key}=megatron`", source="nam_megatron/blocks/mla/README.md"),
     Law(id="latents-without-query-latent", category=OURS, key=MLA_HOW + "kernels",
-        when=_without_query_latent, says="our {title} projects queries from a latent", way="set `{key}=megatron`",
+        when=lambda plan, mla: mla.q_lora_rank is None and _ours(plan),
+        says="our {title} projects queries from a latent", way="set `{key}=megatron`",
         source="nam_megatron/blocks/mla/README.md"),
     Law(id="latents-centred-norms", category=OURS, key=MLA_HOW + "kernels",
-        when=_centred_norms, says="our {title} has the weights of its norms as they are, not centred at zero",
+        when=lambda plan, model: model.zero_centered_norms and _ours(plan),
+        says="our {title} has the weights of its norms as they are, not centred at zero",
         way="set `{key}=megatron`", source="nam_megatron/blocks/mla/README.md"),
     Law(id="mla-rope-odd", category=MATHS, key=MLA + "qk_rope_head_dim",
         when=lambda mla: mla.qk_rope_head_dim % 2, says="RoPE needs an even width, not {mla.qk_rope_head_dim}"),

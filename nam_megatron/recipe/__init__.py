@@ -304,13 +304,10 @@ def _layout_outdone(recipe: Recipe, typed: resolve.Said) -> Iterator[Problem]:
             yield Problem(message, key=f"lane.{key}", hint="keep one of them", law="lane-outdone")
 
 
-def from_tree(tree: Mapping[str, Any], sources: Any = None) -> Recipe:
+def from_tree(tree: Mapping[str, Any]) -> Recipe:
     """A plain nested mapping, as `to_tree` makes it, or made it, as a Recipe. Raises Refused; what does not stand may not be in it."""
-    recipe = parsed(filled(migrate.recipe(tree)), sources)
-    try:
-        raise_if([*resolve.missing(recipe), *_assumed_nothing(recipe), *_wished_nothing(recipe)])
-    except Refused as refused:
-        raise Refused(refused.problems, sources) from None
+    recipe = parsed(filled(migrate.recipe(tree)))
+    raise_if([*resolve.missing(recipe), *_assumed_nothing(recipe), *_wished_nothing(recipe)])
     return recipe
 
 

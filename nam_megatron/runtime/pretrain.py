@@ -52,19 +52,20 @@ from nam_megatron.runtime.readings import Readings
 READINGS = Readings()
 # What one microbatch is made of.
 BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+# Arguments that a dataset's config has by their own names; of those that it has with FIM, what follows `fim_`.
+OF_DATA = (
+    "split", "multiple_validation_sets", "full_validation", "num_dataset_builder_threads", "reset_position_ids", "reset_attention_mask",
+    "eod_mask_loss", "object_storage_cache_path", "mid_level_dataset_surplus", "allow_ambiguous_pad_tokens", "context_parallel_size",
+    "data_parallel_size",
+)  # fmt: skip
+OF_FIM = ("rate", "spm_rate", "split_sample", "fragment_rate", "no_prefix")
 # A loss this many times the largest one seen is called spiky.
 SPIKY = 10
 # Arguments of the pretrain scripts whose other half is not here: given, they would do nothing or something else.
 UNSERVED = (
-    "spec",
-    "yaml_cfg",
-    "sft",
-    "dataloader_inter_document_masking",
-    "hybrid_context_parallel",
-    "logits_load_dir",
-    "log_straggler",
+    "spec", "yaml_cfg", "sft", "dataloader_inter_document_masking", "hybrid_context_parallel", "logits_load_dir", "log_straggler",
     "inprocess_restart",
-)
+)  # fmt: skip
 
 
 class NonFinite(Exception):
@@ -402,44 +403,25 @@ def dataset_config(args: Namespace) -> tuple[type[GPTDataset] | type[MockGPTData
     if not args.mock_data and tokenizer.vocab_size > args.padded_vocab_size:
         text = f"the tokenizer has {tokenizer.vocab_size} entries, and the model's vocabulary {args.padded_vocab_size}"
         raise Refused(text, key="model.vocab_size", hint="use another tokenizer, or a model with a larger vocabulary")
-    common = dict(
+    common = {name: getattr(args, name) for name in OF_DATA} | dict(
         random_seed=args.seed,
         sequence_length=args.seq_length,
         blend=blend,
         blend_per_split=blend_per_split,
-        split=args.split,
-        multiple_validation_sets=args.multiple_validation_sets,
-        full_validation=args.full_validation,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
         path_to_cache=args.data_cache_path,
         mmap_bin_files=args.mmap_bin_files,
         tokenizer=tokenizer,
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
-        object_storage_cache_path=args.object_storage_cache_path,
-        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
-        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
         fast_cache_load=args.dataloader_fast_cache_load,
         defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
-        context_parallel_size=args.context_parallel_size,
-        data_parallel_size=args.data_parallel_size,
         sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
     )
     if not args.fim_data:
         return MockGPTDataset if args.mock_data else GPTDataset, GPTDatasetConfig(**common)
     tokens = {name: getattr(args, f"fim_{name}_token") for name in ("prefix", "middle", "suffix", "pad", "eod")}
     raise_if(unknown_tokens(tokenizer, tokens))
-    return GPTFIMDataset, GPTFIMDatasetConfig(
-        **common,
-        fim_rate=args.fim_rate,
-        fim_spm_rate=args.fim_spm_rate,
-        fim_extra_tokens=tokens,
-        fim_split_sample=args.fim_split_sample,
-        fim_fragment_rate=args.fim_fragment_rate,
-        fim_no_prefix=args.fim_no_prefix,
-    )
+    own = {f"fim_{name}": getattr(args, f"fim_{name}") for name in OF_FIM}
+    return GPTFIMDataset, GPTFIMDatasetConfig(**common, **own, fim_extra_tokens=tokens)
 
 
 def unknown_tokens(tokenizer: Any, tokens: dict[str, str]) -> list[Problem]:
