@@ -206,6 +206,8 @@ def test_a_gradient_of_each_shape_stays_where_gemms_add_the_real_ones():
         "execution.mamba2.strided_norm=false",
     )
     assert lies(*halves, *tensor) == [linear + 4 * h * f]  # experts are whole
+    alike = f"model.blocks.moe.shared_expert_hidden_size={f}"  # but not the shared one, of the same width
+    assert lies(*halves, *tensor, alike) == [linear - 2 * h * (fs - f) + 4 * h * f]
 
 
 @pytest.mark.parametrize("latent", [0, 1792, 3584])

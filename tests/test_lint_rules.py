@@ -1,5 +1,6 @@
 """What one flag does to what lint says, on both sides: the rules that speak (lint_rules.yaml), what is described, and a recipe's keys."""
 
+import itertools
 import math
 import shlex
 from collections import Counter
@@ -211,3 +212,25 @@ def test_a_width_is_held_against_every_size_that_cuts_it_and_no_other(name):
     assert blamed() == set()
     cutting = {size for size, prime in PRIMES.items() if name in blamed(prime)}
     assert cutting == set(CUT_BY[name])
+
+
+@pytest.mark.parametrize(
+    "said", ["num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", None]
+)
+def test_layers_are_told_where_no_number_of_them_on_each_stage_makes_the_model(said):
+    names = (
+        "decoder_first_pipeline_num_layers",
+        "decoder_last_pipeline_num_layers",
+        *layout.NOT_WITH_PATTERN,
+        *layout.UNEVEN,
+    )
+    for layers, ranks, by, ends in itertools.product(range(1, 25), (2, 3, 4), (2, 3), ((0, 0), (1, 0), (1, 1))):
+        given = (
+            dict.fromkeys(names)
+            | ({said: by} if said else {})
+            | dict(zip(layout.NOT_WITH_PATTERN[-2:], ends, strict=True))
+        )
+        a = SimpleNamespace(**given, any_said=lambda *_: said is not None)
+        m = SimpleNamespace(segments=((),), pp=ranks, num_layers=layers, unrolled_stages=None, pattern=None)
+        shared = layers + sum(ends) in {ranks * (by if said else 1) * each for each in range(1, 27)}
+        assert [*layout._pipeline(a, m)] == [] if shared else [*layout._pipeline(a, m)], (layers, ranks, by, ends)

@@ -105,7 +105,7 @@ class Checkpoint:
                 raise Refused(f"a piece of `{key}` in `{self.folder}` lies outside it")
             window.copy_(piece)
             filled += piece.numel()
-        if sizes or filled != whole.numel():
+        if filled != whole.numel():
             raise Refused(f"`{key}` is not whole in `{self.folder}`: {filled} of {whole.numel()} values")
         if not whole.isfinite().all():  # or pieces lie over one another, and what none fills is left
             hint = "its training was damaged, or its index is"

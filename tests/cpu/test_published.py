@@ -674,7 +674,7 @@ UNREAD = "config.json` quantizes its weights: `compressed-tensors`"
         ({f"{GATE4}_shape": torch.tensor([96, 61])}, {}, f"`{GATE4}_shape` says [96, 61], and `{GATE4}_packed` is [96, 8] words"),
         ({f"{GATE4}_packed": torch.zeros(96, 8)}, {}, f"`{GATE4}_packed` is F32 in `model.safetensors`, and I32 in INT4"),
         ({GATE4: torch.zeros(96, 64)}, {}, f"`{GATE4}_packed` of `model.safetensors` is `{GATE4}` of `model.safetensors`, too"),
-        ({}, {"ignore": ["re:.*gate_proj"]}, "config.json says that `re:.*gate_proj` is not quantized"),
+        ({}, {"ignore": ["re:.*gate_proj$"]}, "config.json says that `re:.*gate_proj$` is not quantized"),
         ({}, {"ignore": ["re:(", "lm_head"]}, "`re:(` is no regular expression"),
         ({}, weights_of(group_size=32), f"`{GATE4}_scale` is [96, 4] in `model.safetensors`, and [96, 2] by its blocks"),
         ({}, weights_of(group_size=48), "is INT4, and [96, 64] in the plan has no rows of 48 at a time"),

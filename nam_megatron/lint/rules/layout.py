@@ -112,11 +112,11 @@ def _pipeline(a: Args, m: Model) -> Iterator[str]:
             yield f"{m.num_layers} layers without `|`, and pipeline size {m.pp}"
     elif (chunk := a.num_layers_per_virtual_pipeline_stage) and m.pp > 1 and not a.pipeline_model_parallel_layout:
         layers = m.num_layers + a.account_for_embedding_in_pipeline_split + a.account_for_loss_in_pipeline_split
-        if layers % m.pp or layers // m.pp % chunk:
+        if layers % (m.pp * chunk):
             yield f"{layers} layers, pipeline size {m.pp}, and {chunk} layers a virtual stage"
     elif (stages := a.num_virtual_stages_per_pipeline_rank) and m.pp > 1 and not a.pipeline_model_parallel_layout:
         layers = m.num_layers + a.account_for_embedding_in_pipeline_split + a.account_for_loss_in_pipeline_split
-        if layers % m.pp or layers // m.pp % stages:
+        if layers % (m.pp * stages):
             yield f"{layers} layers, pipeline size {m.pp}, and {stages} virtual stages a rank"
     elif not a.any_said(*UNEVEN):
         layers = m.num_layers + a.account_for_embedding_in_pipeline_split + a.account_for_loss_in_pipeline_split
