@@ -255,22 +255,14 @@ def test_a_later_token_changes_nothing_before_it():
     assert on_ranks(CASE, job) == [True]
 
 
-def test_documents_of_a_packed_sequence_are_sequences():
+@pytest.mark.parametrize(("ends", "padded"), [([0, 5, 9], None), ([0, 3, 6], [0, 5, 9])], ids=["whole", "padded"])
+def test_documents_of_a_packed_sequence_are_sequences_with_what_pads_them(ends, padded):
     def job(rig):
         mixer, x = mixer_of(rig), torch.randn(12, 1, 64)
-        packed = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 5, 9]), cu_seqlens_q_padded=None)
+        starts = padded and torch.tensor(padded)
+        packed = SimpleNamespace(cu_seqlens_q=torch.tensor(ends), cu_seqlens_q_padded=starts)
         alone = torch.cat([mixer(part)[0] for part in (x[:5], x[5:9], x[9:])])
         torch.testing.assert_close(mixer(x, packed_seq_params=packed)[0], alone)
-
-    on_ranks(CASE, job)
-
-
-def test_what_pads_a_document_is_its_own():
-    def job(rig):
-        mixer, x = mixer_of(rig), torch.randn(12, 1, 64)
-        padded = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 3, 6]), cu_seqlens_q_padded=torch.tensor([0, 5, 9]))
-        alone = torch.cat([mixer(part)[0] for part in (x[:5], x[5:9], x[9:])])
-        torch.testing.assert_close(mixer(x, packed_seq_params=padded)[0], alone)
 
     on_ranks(CASE, job)
 

@@ -125,22 +125,14 @@ def say(recipe: Any, kind: str, **keys: Any) -> None:
     recipe.blocks = recipe.blocks.model_copy(update={kind: block})
 
 
-def plan_of(
-    pattern: str,
-    latent_norm: bool = True,
-    dispatcher: str = "alltoall",
-    strided: bool = False,
-    features: Mapping[str, dict] = MappingProxyType({}),
-    expert_gemm: str = "transformer_engine",
-    keys: Mapping[str, dict] = MappingProxyType({}),
-) -> Plan:
+def plan_of(pattern: str, **said: Any) -> Plan:
+    """said: as `recipe_of` takes it."""
     main, *mtp = pattern.split("/")
     letters = [(letter, i) for i, segment in enumerate(main.split("|")) for letter in segment]
     ranks = [sum(a == letter for a, _ in letters[:i]) for i, (letter, _) in enumerate(letters)]
     layers = [Layer(i + 1, KIND[a], a, ranks[i], segment) for i, (a, segment) in enumerate(letters)]
     depth = tuple(KIND[a] for a in mtp[0]) if mtp else ()
-    recipe = recipe_of(latent_norm, True, dispatcher, strided, features, expert_gemm, keys)
-    return Plan(tuple(layers), depth, len(mtp), recipe)
+    return Plan(tuple(layers), depth, len(mtp), recipe_of(**said))
 
 
 @dataclass(frozen=True)
@@ -309,9 +301,8 @@ def _rig(case: Case, rank: int, folder: Path) -> Rig:
     config = config_of(case)
     # Another seed in every layout: equal losses then prove that fill() reached every parameter.
     torch.manual_seed(1000 + rank + case.world)
-    plan = plan_of(
-        case.pattern, case.latent_norm, case.dispatcher, case.strided, case.features, case.expert_gemm, case.keys
-    )
+    said = ("latent_norm", "dispatcher", "strided", "features", "expert_gemm", "keys")
+    plan = plan_of(case.pattern, **{name: getattr(case, name) for name in said})
     stack = hybrid_stack_spec(plan, modules.CpuBackend(), case.mixers)
     with torch.device("meta") if case.meta else contextlib.nullcontext():
         model = HybridModel(

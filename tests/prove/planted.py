@@ -301,17 +301,17 @@ def updated_weights_are_not_gathered():
     Group.start_param_sync = Group.finish_param_sync = lambda self, *_, **__: None
 
 
+def _unsummed(old, *args, **named):
+    reduce, torch.distributed.all_reduce = torch.distributed.all_reduce, lambda *_, **__: None
+    try:
+        return old(*args, **named)
+    finally:
+        torch.distributed.all_reduce = reduce
+
+
 @bug("data", kind="moe", what="weight")
 def the_experts_bias_sees_this_ranks_tokens():
-    finalize = import_module(FINALIZE)
-
-    @around(finalize, "get_updated_expert_bias")
-    def alone(old, *args, **named):
-        reduce, torch.distributed.all_reduce = torch.distributed.all_reduce, lambda *_, **__: None
-        try:
-            return old(*args, **named)
-        finally:
-            torch.distributed.all_reduce = reduce
+    around(import_module(FINALIZE), "get_updated_expert_bias")(_unsummed)
 
 
 @bug("data", kind="moe", what="output")
@@ -349,13 +349,7 @@ def the_balancing_loss_counts_twice():
 def the_norm_that_clips_is_of_this_ranks_shard():
     from megatron.core.optimizer import optimizer
 
-    @around(optimizer, "get_grad_norm_fp32")
-    def alone(old, *args, **named):
-        reduce, torch.distributed.all_reduce = torch.distributed.all_reduce, lambda *_, **__: None
-        try:
-            return old(*args, **named)
-        finally:
-            torch.distributed.all_reduce = reduce
+    around(optimizer, "get_grad_norm_fp32")(_unsummed)
 
 
 @bug("data", kind="embedding", what="output")
