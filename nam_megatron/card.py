@@ -85,11 +85,9 @@ def resume(name: str) -> Shown | None:
     """A proof goes on from the other layout's checkpoint, unless it says that it did not."""
     known = [(file, row) for file, row in proofs(name) if "unproven" in row]
     found = [(file, row) for file, row in known if not any("resume" in said for said in row["unproven"])]
-    return (
-        Shown(f"in {len(found)} proofs from another layout's checkpoint", f"benchmarks/{found[0][0]}.json")
-        if found
-        else None
-    )
+    if found:
+        return Shown(f"in {len(found)} proofs from another layout's checkpoint", f"benchmarks/{found[0][0]}.json")
+    return None
 
 
 def pretrain(name: str) -> Shown | None:
@@ -142,10 +140,8 @@ def finetune(name: str) -> Shown | None:
 def export(name: str) -> Shown | None:
     if trained := next((row for row in benchmark("trained_h200") if row["preset"] == name and "check" in row), None):
         check = trained["check"]
-        return Shown(
-            f"after {trained['steps']} steps on a GPU, 13 layers: KL {check['kl']:.1e} to Megatron",
-            "benchmarks/trained_h200.json",
-        )
+        message = f"after {trained['steps']} steps on a GPU, 13 layers: KL {check['kl']:.1e} to Megatron"
+        return Shown(message, "benchmarks/trained_h200.json")
     row = next(
         (row for row in benchmark("exports") if row["preset"] == name and row.get("bf16", {}).get("passed")), None
     )

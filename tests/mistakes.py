@@ -172,11 +172,9 @@ class DropStatement(Own):
             return []
         said = node.children[0]
         if said.type == "expr_stmt":
-            return (
-                [said]
-                if said.children[1].get_code().strip().endswith("=") and said.children[1].get_code().strip() != "="
-                else []
-            )
+            if said.children[1].get_code().strip().endswith("=") and said.children[1].get_code().strip() != "=":
+                return [said]
+            return []
         if said.type in ("atom_expr", "power"):
             return [said]
         return [said] if said.type in ("raise_stmt", "yield_expr", "del_stmt") else []

@@ -48,11 +48,9 @@ def test_the_site_has_every_page_in_one_of_its_four_kinds():
     tree = yaml.safe_load((REPO / "mkdocs.yml").read_text())
 
     def files(node):
-        return (
-            [node]
-            if isinstance(node, str)
-            else [f for one in (node if isinstance(node, list) else node.values()) for f in files(one)]
-        )
+        if isinstance(node, str):
+            return [node]
+        return [f for one in (node if isinstance(node, list) else node.values()) for f in files(one)]
 
     assert sorted(files(tree["nav"])) == sorted(path.name for path in DOCS.glob("*.md"))
     assert [next(iter(part)) for part in tree["nav"]] == ["Start", "Tutorial", "How to", "Reference", "Explanation"]

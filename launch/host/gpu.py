@@ -216,9 +216,8 @@ def findings(smi: Smi, device: Device, count: int, cuda: str) -> Iterator[Findin
 def driver(smi: Smi, cuda: str) -> Iterator[Finding]:
     said = f"driver {smi.driver}, CUDA {smi.cuda}"
     if smi.driver is None or smi.cuda is None:
-        yield Finding(
-            "driver", "fail", f"{said}: nvidia-smi and the driver do not fit each other", "look at nvidia-smi"
-        )
+        message = f"{said}: nvidia-smi and the driver do not fit each other"
+        yield Finding("driver", "fail", message, "look at nvidia-smi")
     elif _version(smi.cuda) < _version(cuda):
         yield Finding(
             "driver", "fail", f"{said}, and torch is built for CUDA {cuda}", "another driver, or another torch"
@@ -297,12 +296,8 @@ def slowed(gpus: Sequence[Gpu]) -> Iterator[Finding]:
     if unread := [g for g in gpus if g.slowed is None]:
         yield Finding("throttle", "note", f"{on(unread)}: whether heat or power slows it cannot be read")
     if bad := [g for g in gpus if g.capped and not g.processes]:
-        yield Finding(
-            "throttle",
-            "fail",
-            f"{on(bad)}: the power cap slows it while nothing runs",
-            "its power limit, or a sick GPU",
-        )
+        said = f"{on(bad)}: the power cap slows it while nothing runs"
+        yield Finding("throttle", "fail", said, "its power limit, or a sick GPU")
     elif gpus and not any(g.slowed or g.slowed is None for g in gpus):
         yield Finding("throttle", "ok", "no GPU is slowed by heat or power")
 
@@ -320,9 +315,8 @@ def clocks(gpus: Sequence[Gpu]) -> Iterator[Finding]:
     }.items():
         if bad := [g for g in gpus if test(g)]:
             clean = False
-            yield Finding(
-                "clocks", "fail", f"{on(bad)}: {words}", "`nvidia-smi -q -d CLOCK,POWER`; whoever set it can tell why"
-            )
+            hint = "`nvidia-smi -q -d CLOCK,POWER`; whoever set it can tell why"
+            yield Finding("clocks", "fail", f"{on(bad)}: {words}", hint)
     if clean and gpus:
         first = gpus[0]
         yield Finding("clocks", "ok", f"SM up to {shown(first.max_sm_mhz)} MHz, power up to {shown(first.limit_w)} W")
@@ -396,12 +390,8 @@ def modes(gpus: Sequence[Gpu]) -> Iterator[Finding]:
         yield Finding("mode", "ok", "persistent, compute mode Default")
     if bad := [g for g in gpus if g.vbios != gpus[0].vbios]:
         said = ", ".join(sorted({g.vbios or "unknown" for g in gpus}))
-        yield Finding(
-            "vbios",
-            "fail",
-            f"{on(bad)}: another VBIOS than GPU 0 ({said})",
-            "one firmware on all: clocks and limits differ",
-        )
+        message = f"{on(bad)}: another VBIOS than GPU 0 ({said})"
+        yield Finding("vbios", "fail", message, "one firmware on all: clocks and limits differ")
     elif gpus:
         yield Finding("vbios", "ok", f"VBIOS {gpus[0].vbios or 'unknown'} on every GPU")
 
@@ -412,18 +402,13 @@ def idle(gpus: Sequence[Gpu]) -> Iterator[Finding]:
         if g.processes:
             clean = False
             who = ", ".join(f"PID {p.pid} ({p.name}, {shown(p.mib)} MiB)" for p in g.processes)
-            yield Finding(
-                "idle", "fail", f"GPU {g.index} is in use by {who}", "wait for it, or end it: nothing is killed here"
-            )
+            hint = "wait for it, or end it: nothing is killed here"
+            yield Finding("idle", "fail", f"GPU {g.index} is in use by {who}", hint)
     if bad := [g for g in gpus if not g.processes and (g.used_mib or 0) > IDLE_MIB]:
         clean = False
         used = ", ".join(f"{shown(g.used_mib)} MiB" for g in bad)
-        yield Finding(
-            "idle",
-            "fail",
-            f"{on(bad)}: {used} in use by a process that cannot be seen from here",
-            "look outside this container",
-        )
+        said = f"{on(bad)}: {used} in use by a process that cannot be seen from here"
+        yield Finding("idle", "fail", said, "look outside this container")
     if unread := [g for g in gpus if not g.processes and g.used_mib is None]:
         clean = False
         yield Finding("idle", "note", f"{on(unread)}: memory in use cannot be read, nor whether somebody is on it")

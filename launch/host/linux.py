@@ -46,9 +46,8 @@ def text(path: Path) -> str | None:
 def numa(said: str | None) -> Finding:
     """said: the content of /proc/sys/kernel/numa_balancing."""
     if said is None or not said.strip().isdecimal():
-        return Finding(
-            "numa", "fail", "whether the kernel balances NUMA cannot be read", f"look at /proc/{BALANCING}, or waive it"
-        )
+        message = "whether the kernel balances NUMA cannot be read"
+        return Finding("numa", "fail", message, f"look at /proc/{BALANCING}, or waive it")
     if int(said[:9]):
         # Pages migrate under pinned ranks, and steps take unequal time.
         return Finding("numa", "fail", "the kernel balances NUMA pages", "as root: `sysctl kernel.numa_balancing=0`")
@@ -89,9 +88,8 @@ def stale(running: Sequence[Process], own: int) -> Finding:
         return Finding("stale", "ok", "no training runs on this host")
     shown = ", ".join(f"PID {p.pid} ({w.rsplit('/', 1)[-1]})" for p, w in found[:16])
     more = f" and {len(found) - 16} more" if len(found) > 16 else ""
-    return Finding(
-        "stale", "fail", f"training runs already: {shown}{more}", "wait for it, or end it: nothing is killed here"
-    )
+    hint = "wait for it, or end it: nothing is killed here"
+    return Finding("stale", "fail", f"training runs already: {shown}{more}", hint)
 
 
 def listening(table: str, port: int) -> set[str]:
@@ -130,9 +128,8 @@ def port_free(port: int, proc: Path = PROC) -> Finding:
     if not (inodes := set().union(*(listening(table, port) for table in tables))):
         return Finding("port", "ok", f"port {port} is free")
     who = ", ".join(f"PID {pid}" for pid in owners(inodes, proc)) or "a process of another user"
-    return Finding(
-        "port", "fail", f"port {port} is in use by {who}", "another `port`, or end it: nothing is killed here"
-    )
+    hint = "another `port`, or end it: nothing is killed here"
+    return Finding("port", "fail", f"port {port} is in use by {who}", hint)
 
 
 def infiniband(root: Path = SYS) -> dict[str, dict[str, str]]:
@@ -164,12 +161,8 @@ def xid(said: str | None) -> Finding:
         f"{n} on {bus}" + (f" ({times} times)" if times > 1 else "") for (bus, n), times in sorted(found.items())
     )
     if any(number not in OF_PROGRAMS for _, number in found):
-        return Finding(
-            "xid",
-            "fail",
-            f"errors of GPUs since the host was started: Xid {shown}",
-            "drain the host, or reset the GPU and look again",
-        )
+        message = f"errors of GPUs since the host was started: Xid {shown}"
+        return Finding("xid", "fail", message, "drain the host, or reset the GPU and look again")
     if found:
         return Finding("xid", "note", f"programs failed on GPUs since the host was started: Xid {shown}")
     return Finding("xid", "ok", "no errors of GPUs in the kernel's log")
@@ -192,12 +185,8 @@ def limits(
     if hard != resource.RLIM_INFINITY and hard < FILES:
         clean = False
         said = f"{hard} open files at most, and {FILES} are wanted"
-        yield Finding(
-            "limits",
-            "fail",
-            said,
-            "`ulimit -Hn`: limits.conf, LimitNOFILE= of the service, `--ulimit nofile=` of the container",
-        )
+        hint = "`ulimit -Hn`: limits.conf, LimitNOFILE= of the service, `--ulimit nofile=` of the container"
+        yield Finding("limits", "fail", said, hint)
     elif soft != resource.RLIM_INFINITY and soft < FILES:
         clean = False
         yield Finding("limits", "note", f"{soft} open files; `run` raises it to what is allowed")
@@ -226,9 +215,8 @@ def shm(count: int, path: Path = Path("/dev/shm")) -> Finding:
     free, want = left.f_bavail * left.f_frsize, count * SHM
     said = f"{free >> 20} MiB free in `{path}`"
     if free < want:
-        return Finding(
-            "shm", "fail", f"{said}, and {want >> 20} are wanted", "`--shm-size` or `--ipc=host` of the container"
-        )
+        hint = "`--shm-size` or `--ipc=host` of the container"
+        return Finding("shm", "fail", f"{said}, and {want >> 20} are wanted", hint)
     return Finding("shm", "ok", said)
 
 
@@ -254,9 +242,8 @@ def clock(nodes: int, state: tuple[int, int, int] | None = None) -> Finding:
     if returned == ERROR or status & UNSYNCHRONISED:
         # Logs of several hosts are put in order by it, and certificates and tokens expire by it.
         said = "the clock is not synchronised"
-        return Finding(
-            "clock", "fail" if nodes > 1 else "note", said, "start chrony or systemd-timesyncd; `timedatectl`"
-        )
+        hint = "start chrony or systemd-timesyncd; `timedatectl`"
+        return Finding("clock", "fail" if nodes > 1 else "note", said, hint)
     return Finding("clock", "ok", f"the clock is synchronised, to {error / 1000:.0f} ms")
 
 

@@ -112,9 +112,8 @@ def _judge(name: str, metrics: list[Metric], floor: float, unit: str, key: str) 
 
 def _apart(name: str, m: Metric) -> Finding:
     ranks = ", ".join(map(str, m.outliers))
-    return Finding(
-        name, "fail", f"{m.name}: rank {ranks} is over 10 % off the median {m.median:g}", "a sick GPU or link"
-    )
+    said = f"{m.name}: rank {ranks} is over 10 % off the median {m.median:g}"
+    return Finding(name, "fail", said, "a sick GPU or link")
 
 
 def dcgm(text: str, code: int | None, why: str = "") -> Finding:

@@ -180,11 +180,8 @@ def environment(programs: Sequence[Place], used: Sequence[Place], mounted: Seque
         hint = "a folder on a disk that keeps: UV_PROJECT_ENVIRONMENT, UV_CACHE_DIR, PIP_CACHE_DIR"
         return Finding("venv", "fail", f"on a disk that can be lost: {', '.join(lost)}", hint)
     if image:
-        return Finding(
-            "venv",
-            "note",
-            f"in the container's own layer, which goes with it unless it is of the image: {', '.join(image)}",
-        )
+        said = f"in the container's own layer, which goes with it unless it is of the image: {', '.join(image)}"
+        return Finding("venv", "note", said)
     return Finding("venv", "ok", "the virtual environment and the package caches lie on disks that keep")
 
 

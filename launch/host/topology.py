@@ -92,9 +92,8 @@ def fabric(gpus: Sequence[Gpu]) -> Iterator[Finding]:
     """The switch fabric: while it is not complete CUDA does not start, although the matrix looks whole."""
     for state in sorted({g.fabric for g in gpus if g.fabric not in (None, "Completed")}):
         bad = [g for g in gpus if g.fabric == state]
-        yield Finding(
-            "topology", "fail", f"{on(bad)}: fabric is `{state}`", "is the fabric manager running on the host?"
-        )
+        hint = "is the fabric manager running on the host?"
+        yield Finding("topology", "fail", f"{on(bad)}: fabric is `{state}`", hint)
 
 
 def counted(active: Mapping[str, int | None], expected: str) -> Iterator[Finding]:
@@ -106,9 +105,8 @@ def counted(active: Mapping[str, int | None], expected: str) -> Iterator[Finding
         yield Finding("topology", "note", f"NVML counts no NVLinks of GPU {', '.join(unknown)}")
     if bad := {gpu: n for gpu, n in active.items() if n is not None and n != want}:
         said = ", ".join(f"GPU {gpu} has {n}" for gpu, n in bad.items())
-        yield Finding(
-            "topology", "fail", f"NVML counts {want} live NVLinks a GPU only in part: {said}", "reseat, or repair"
-        )
+        message = f"NVML counts {want} live NVLinks a GPU only in part: {said}"
+        yield Finding("topology", "fail", message, "reseat, or repair")
     elif not unknown:
         yield Finding("topology", "ok", f"NVML counts {want} live NVLinks on every GPU")
 

@@ -308,11 +308,9 @@ def _bound(times: Sequence[Sequence[tuple[int, float]]]) -> tuple[float, str]:
         for n, v in one
         if v > top
     ]
-    return (
-        (top, ", ".join(above[:6]) + (f" and {len(above) - 6} more" if len(above) > 6 else ""))
-        if above
-        else (values[-1], "")
-    )
+    if above:
+        return (top, ", ".join(above[:6]) + (f" and {len(above) - 6} more" if len(above) > 6 else ""))
+    return (values[-1], "")
 
 
 def chart(series: Sequence[Sequence[tuple[int, float]]], names: Sequence[str], top: float | None = None) -> str:
@@ -527,13 +525,9 @@ def _plain(value: Any) -> str:
 def _number(value: Any) -> str:
     if not _real(value):
         return str(value)
-    return (
-        f"{value:,.0f}"
-        if abs(value) >= 1000 or value == int(value)
-        else f"{value:.3g}"
-        if abs(value) < 100
-        else f"{value:.1f}"
-    )
+    if abs(value) >= 1000 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:.1f}"
 
 
 def escape(text: str) -> str:

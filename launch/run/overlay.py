@@ -86,12 +86,8 @@ def findings(environ: Mapping[str, str], envs: tuple[Env, ...], diagnostic: str 
             if env.owner != "launch" or env.name == OLD_ALLOC:
                 bad = True
                 name = FORCED if env.name == CONNECTIONS else "environment"
-                yield Finding(
-                    name,
-                    "fail",
-                    f"this shell has another {env.name}; the run has {shown(env)}: {env.why}",
-                    f"unset {env.name}",
-                )
+                said = f"this shell has another {env.name}; the run has {shown(env)}: {env.why}"
+                yield Finding(name, "fail", said, f"unset {env.name}")
             else:
                 yield Finding("environment", "note", f"replaces this shell's {env.name}: {shown(env)} ({env.why})")
     if VISIBLE in environ and not diagnostic:

@@ -160,11 +160,9 @@ def _blend(value: Any, _: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 def _vocabulary(value: Any, model: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Bridge pads it where it is told to; else it is the size that the table has."""
-    return (
-        [("vocab_size", value)]
-        if model.get("should_pad_vocab")
-        else [("vocab_size", value), ("padded_vocab_size", value)]
-    )
+    if model.get("should_pad_vocab"):
+        return [("vocab_size", value)]
+    return [("vocab_size", value), ("padded_vocab_size", value)]
 
 
 def _multiprocessors(backend: str) -> Rule:

@@ -172,11 +172,9 @@ def _no_config(text: str, name: str) -> Problem | None:
     if not name.endswith(".json") or not isinstance(root, dict):
         return None
     lacking = [key for key in ("model_type", "vocab_size") if key not in root]
-    return (
-        Problem(f"`{name}` has no {quoted(lacking)}, as a config.json of Hugging Face has", hint=whole)
-        if lacking
-        else None
-    )
+    if lacking:
+        return Problem(f"`{name}` has no {quoted(lacking)}, as a config.json of Hugging Face has", hint=whole)
+    return None
 
 
 def _no_launch(launch: Launch, name: str) -> Problem:

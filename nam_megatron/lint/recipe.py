@@ -319,11 +319,9 @@ def _flow(value: Any) -> str:
         text = repr(value)
         return text if "e" not in text or "." in text else text.replace("e", ".0e")  # YAML 1.1 reads 1e-05 as text
     if isinstance(value, str):
-        return (
-            value
-            if value == UNSAID or (value.isidentifier() and value.lower() not in RESERVED)
-            else json.dumps(value.replace("${", "\\${"), ensure_ascii=False)
-        )
+        if value == UNSAID or (value.isidentifier() and value.lower() not in RESERVED):
+            return value
+        return json.dumps(value.replace("${", "\\${"), ensure_ascii=False)
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -256,11 +256,9 @@ class Lexer:
         if text.startswith("$(", self.at):
             self.at += 1
             body = self._balanced("(", ")")
-            return (
-                Part("arith", body[2:-2])
-                if body.startswith("((") and body.endswith("))")
-                else Part("command", body[1:-1])
-            )
+            if body.startswith("((") and body.endswith("))"):
+                return Part("arith", body[2:-2])
+            return Part("command", body[1:-1])
         if text.startswith("${", self.at):
             self.at += 1
             return Part("var", self._balanced("{", "}")[1:-1])

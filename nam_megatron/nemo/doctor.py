@@ -106,9 +106,8 @@ def _toolkit() -> Iterator[Finding]:
     found = installed("nemo-toolkit")
     if found is not None and found.major != Version(TOOLKIT).major:
         message = f"nemo-toolkit {found}: from 3.0 on it trains no language models, before it did so by itself"
-        yield Finding(
-            "nemo-toolkit", False, message, f"`nemo-toolkit=={TOOLKIT}` without extras can stand beside Bridge"
-        )
+        hint = f"`nemo-toolkit=={TOOLKIT}` without extras can stand beside Bridge"
+        yield Finding("nemo-toolkit", False, message, hint)
 
 
 def _runners() -> Iterator[Finding]:

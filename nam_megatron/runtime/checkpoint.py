@@ -189,11 +189,9 @@ def unsafe(path: Path, offset: int, length: int) -> str | None:
             torch.load(io.BytesIO(file.read(length)), map_location="cpu", weights_only=True)
     except Exception as err:  # as of any pickle; torch's own text says how to run the code all the same
         named = FOREIGN.search(str(err))
-        return (
-            f"it names `{named[1]}`, which Megatron does not"
-            if named
-            else f"it is no object of torch's ({type(err).__name__})"
-        )
+        if named:
+            return f"it names `{named[1]}`, which Megatron does not"
+        return f"it is no object of torch's ({type(err).__name__})"
     return None
 
 

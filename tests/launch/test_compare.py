@@ -428,13 +428,9 @@ def test_committed_receipts_are_whole_and_name_no_machine():
     def text_only(node):  # what version 1 was held to
         if isinstance(node, dict):
             return {key: text_only(value) for key, value in node.items()}
-        return (
-            [text_only(v) for v in node]
-            if isinstance(node, list)
-            else redactor.text(node)
-            if isinstance(node, str)
-            else node
-        )
+        if isinstance(node, list):
+            return [text_only(v) for v in node]
+        return redactor.text(node) if isinstance(node, str) else node
 
     for folder in receipt.folders(receipts.RECEIPTS):
         found = receipt.read(folder)
