@@ -739,6 +739,16 @@ def test_every_spelling_of_bridges_is_tried():
     assert SPELLS.keys() == {name if "." in name else f"model.{name}" for name in container.SPELLED}
 
 
+def test_a_backend_is_read_by_its_number_in_megatrons_enum():
+    from megatron.core.transformer.enums import AttnBackend
+
+    for backend in AttnBackend:
+        said = {"_target_": "megatron.core.transformer.enums.AttnBackend", "_args_": [backend.value], "_call_": True}
+        assert bridged(("model.attention_backend", said), ("model.num_layers", 7)).split()[:2] == (
+            ["--num-layers", "7"] if backend is AttnBackend.auto else ["--attention-backend", backend.name]
+        )
+
+
 @pytest.mark.parametrize("name", SPELLS)
 def test_what_bridge_spells_otherwise_becomes_megatrons_words(name):
     value, becomes = SPELLS[name]

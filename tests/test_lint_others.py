@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from nam_megatron.errors import Refused
-from nam_megatron.lint import lint, recipe, report
+from nam_megatron.lint import describe, lint, recipe, report
 from nam_megatron.lint.container import SPELLED
 from nam_megatron.lint.follow import hole, shown
 from nam_megatron.lint.others import of_tree
@@ -847,3 +847,74 @@ def test_only_what_is_wanted_and_not_given_is_asked_for():
     assert "wants NVTE_CPU_OFFLOAD_V1=1 in the environment" in found and not any(
         "--offload-modules" in f for f in found
     )
+
+
+OF_A_FORK = f"torchrun pretrain_mamba_ours.py {SHAPE} --keep-last 3 --debug-mode --eval-loss-save"
+
+
+def test_a_hybrid_whose_layers_ratios_make_is_not_one_of_none():
+    for ratios, told in ((" --hybrid-attention-ratio 0.08 --hybrid-mlp-ratio 0.5", "?"), ("", "none")):
+        found = lint(f"{OF_A_FORK}{ratios}")
+        assert dict(describe.rows(found.args, found.model))["layers"] == told
+
+
+@pytest.mark.parametrize(("pattern", "doubted"), [("M-*-", True), ("ME*E", False)])
+def test_experts_that_no_letter_of_a_forks_pattern_stands_for_may_be_in_its_layers(pattern, doubted):
+    text = report.text(lint(f"{OF_A_FORK} --hybrid-override-pattern {pattern} --num-experts 8 --moe-router-topk 2"))
+    assert ("--num-experts 8 may make it another" in " ".join(text.split())) is doubted
+
+
+def test_experts_are_as_wide_as_the_mlp_in_any_program_with_megatrons_layers():
+    words = "--num-experts 8 --moe-router-topk 2 --rollout-a 1 --rollout-b 2 --hf-checkpoint c"
+    for more, wide in (("--ffn-hidden-size 320", "8 of 320 (the MLP's), top 2"), ("", "8 of ?, top 2")):
+        assert wide in report.text(lint(f"python train.py {SHAPE} {words} {more}"))
+
+
+@pytest.mark.parametrize(("flag", "told"), [("--log-expert-load", True), ("--moe-gating-type sigmoid", False)])
+def test_a_choice_of_one_is_told_beside_own_flags_that_do_not_choose(flag, told):
+    words = f"{SHAPE} --num-experts 8 --moe-router-topk 1 {flag}"
+    assert ("moe-top-1" in {f.id for f in lint(f"torchrun train.py {words}").findings}) is told
+
+
+TEXTS_OF_TWO = '''
+SMALL = """
+    --num-layers 36 --hidden-size 2560
+"""
+LARGE = """
+    --num-layers 36 --hidden-size 4096
+"""
+
+def small():
+    return config(words=f"""{SMALL} --global-batch-size 256""")
+
+def large():
+    return config(words=f"""{LARGE} --global-batch-size 1024 --lr 1e-4""")
+'''
+
+
+def test_texts_of_two_launches_are_not_put_together():
+    found = lint(TEXTS_OF_TWO, "configs.py")
+    assert found.args.hidden_size == 4096 and found.args.global_batch_size == 1024 and not found.findings
+
+
+def test_a_shells_variable_in_the_text_of_a_script_is_filled_in_by_the_shell():
+    text = 'def made(a):\n    return f"""ARGS=(\n{a}\n)\ntorchrun pretrain_gpt.py "${{ARGS[@]}}" --num-layers 2 --bf16\n"""\n'
+    found = lint(text, "generate.py")
+    assert found.args.num_layers == 2 and "stray-word" not in {f.id for f in found.findings}
+
+
+def test_the_fields_of_several_models_are_not_one_models():
+    """A projector of one layer was told with the heads of the language model."""
+    made = "cfg.train = TrainingConfig(train_iters=9, global_batch_size=8, micro_batch_size=1)\n    "
+    models = ["TransformerConfig(num_layers=32, hidden_size=4096)", "TransformerConfig(num_layers=1, hidden_size=512)"]
+    for several in (models, models[:1]):
+        text = (
+            f"def main(cfg):\n    {made}"
+            + "\n    ".join(f"m{i} = {one}" for i, one in enumerate(several))
+            + "\n    use(m0, m1)\n"
+        )
+        found = lint(text, "r.py")
+        assert found.args.train_iters == 9 and ("num_layers" in found.args.given) is (len(several) == 1)
+        assert any("whose fields are not told apart: num_layers, hidden_size" in n for n in found.launch.notes) is (
+            len(several) > 1
+        )

@@ -18,6 +18,13 @@ from nam_megatron.words.setting import Setting
 
 OURS = "nam_megatron.nemo."
 CLASS, RECIPE = "_target_", "recipe"
+BACKENDS = {
+    "1": "flash",
+    "2": "fused",
+    "3": "unfused",
+    "4": "local",
+    "5": "auto",
+}  # an AttnBackend of Megatron's by its number
 # What decides the model and its training; the others say what is logged, started again or kept.
 SECTIONS = (
     "model", "optimizer", "ddp", "scheduler", "train", "validation", "rng", "dataset", "tokenizer", "checkpoint", "dist", "logger",
@@ -191,7 +198,7 @@ SPELLED: Mapping[str, Rule] = {
     "model.persist_layer_norm": _not("no_persist_layer_norm"),
     "model.seq_length": lambda value, _: [("seq_length", value), ("max_position_embeddings", value)],
     "model.vocab_size": _vocabulary,
-    "model.attention_backend": lambda value, _: [("attention_backend", _word(value))],
+    "model.attention_backend": lambda value, _: [("attention_backend", BACKENDS.get(str(_word(value)), _word(value)))],
     # Of a hybrid the pattern says it.
     "model.num_layers": lambda value, model: [] if model.get("hybrid_layer_pattern") else [("num_layers", value)],
     "model.mtp_num_layers": lambda value, model: []

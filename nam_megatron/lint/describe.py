@@ -487,7 +487,11 @@ def _experts(a: Args, m: Model) -> str | None:
     if not m.moe:
         return None
     shared = f", one shared of {a.moe_shared_expert_intermediate_size}" if a.moe_shared_expert_intermediate_size else ""
-    width = f"{m.moe_ffn}" + ("" if a.said("moe_ffn_hidden_size") else " (default: the MLP's)")
+    # Of all programs with Megatron's layers, so that the number stays beside other defaults that are not known.
+    of_mlp = (
+        " (the MLP's)" if a.foreign and a.said("ffn_hidden_size") and not in_part(a, m) else " (default: the MLP's)"
+    )
+    width = f"{m.moe_ffn}" + ("" if a.said("moe_ffn_hidden_size") else of_mlp)
     balance = "expert bias" if a.moe_router_enable_expert_bias else ""
     losses = [f"{b} {c:g}" for b, c in zip(m.balancing, m.aux_coefficients, strict=False) if c]
     drop = "dropless" if a.moe_expert_capacity_factor is None else f"capacity {a.moe_expert_capacity_factor:g}"

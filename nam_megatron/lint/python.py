@@ -67,6 +67,9 @@ def _said(tree: ast.Module, target: Target, decided: Mapping[str, bool]) -> Said
             found.names = dict(constants) | dict(_defaults(function))
             found.body(function.body, None)
         # One that hands on what a parser read is of a program of Megatron's, whose words are on the command that starts it.
+        if len(found.models) > 1:
+            found.mixed = [*dict.fromkeys(name for at, name, _ in found.fields if at == "model")]
+            found.fields = [one for one in found.fields if one[0] != "model"]
         values = [value for *_, value in found.fields]
         if not all(map(_open, values)) or not any("args." in value for value in values):
             recipes.append((flags(found.fields, target), found, function))
@@ -87,6 +90,10 @@ def _said(tree: ast.Module, target: Target, decided: Mapping[str, bool]) -> Said
             notes.append(f"read with the defaults of its parameters, of which a caller may give others: {said}")
         notes += [f"it starts from `{name}()`, which is not in this file" for name in found.bases]
         notes += [f"not known here, it may set any field: {what}" for what in dict.fromkeys(found.unknown)]
+        if found.mixed:
+            notes.append(
+                f"it makes {len(found.models)} models, whose fields are not told apart: {', '.join(found.mixed)}"
+            )
         if without:
             notes.append(f"fields that no flag of Megatron's says: {', '.join(without)}")
         return Said(BRIDGE, tuple(words), tuple(notes), None, forks=tuple(found.forks))
@@ -390,6 +397,7 @@ class Recipe(Walk):
     """The fields that a function sets, in its order; the functions of other files that it starts from; what may set any field.
 
     providers: the fields of a class of this file. roots: of each field the container that it was last set on.
+    models: lines of calls that make one of a width or depth of its own; mixed: the fields of several, which are not told apart.
     """
 
     target: Target
@@ -398,6 +406,8 @@ class Recipe(Walk):
     bases: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     roots: dict[tuple[str, str], str | None] = field(default_factory=dict)
+    models: set[int] = field(default_factory=set)
+    mixed: list[str] = field(default_factory=list)
 
     def said(self) -> int:
         return len(self.fields)
@@ -488,6 +498,8 @@ class Recipe(Walk):
                 self.unknown.append(f"`{_brief(node)}` (line {node.lineno})")
             return
         self.fields += self.providers.get(name, [])
+        if section == "model" and {"num_layers", "hidden_size"} & {word.arg for word in node.keywords}:
+            self.models.add(node.lineno)
         if name == "apply_flex_dispatcher_backend" and node.args and (alias := self.section(node.args[0])):
             for changed in ("moe_token_dispatcher_type", "moe_shared_expert_overlap"):
                 self.set(alias, changed, hole(name))  # Bridge's, which looks at the GPU
@@ -825,7 +837,7 @@ def _calls(node: ast.AST) -> Iterator[ast.expr]:
 
 
 def _flags(words: Iterable[str], target: Target) -> int:
-    return sum(_is_flag(word, target) for word in words)
+    return len({word.partition("=")[0] for word in words if _is_flag(word, target)})
 
 
 def _templates(tree: ast.Module) -> Iterator[str]:
@@ -868,6 +880,7 @@ def _strings(value: object) -> list[str]:
 
 
 SCRIPT = re.compile(r"[^-=\s][^=\s]*\.py")
+SHELLS_OWN = re.compile(r"\$\{?(\w+)(?:\[@\]|\[\*\])?\}?")  # a variable of the shell that gets the text
 
 
 @dataclass
@@ -1176,6 +1189,7 @@ class Strings(Walk):
         left = iter(kept)
         words = [re.sub("\ue003", lambda _: next(left), part) for part in parts]
         text = [word for word in words if HOLE.sub("", word) or not {*holes(word)} <= self.read]
+        text = [SHELLS_OWN.sub(lambda m: hole(m[1]), word) for word in text]
         if any(w.startswith("--") for w in text):
             script = [i for i, w in enumerate(text) if SCRIPT.fullmatch(w) and not self.takes(text[i - 1 : i])]
             if script and on is None:

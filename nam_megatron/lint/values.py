@@ -349,6 +349,11 @@ class Args:
         count = self.num_experts or 0
         return 0 if self.of_deepspeed and count == 1 else count
 
+    @property
+    def ratios(self) -> bool:
+        """Whether ratios say which layers a hybrid has, as an earlier Megatron took them."""
+        return any(re.fullmatch("--hybrid-.*-ratio", f) for f in [*self.foreign, *(t.about for t in self.trouble)])
+
     @cached_property
     def shaping(self) -> list[str]:
         """Flags of others that may decide which model it is, by the words of their names: no more is known of them."""
@@ -360,6 +365,9 @@ class Args:
         own = [f for f in others if f not in REMOVED and SHAPING.search(f) and not RUNNING.search(f)]
         own += [t.about for t in self.trouble if t.rule == "unknown-variable" and COMPUTED.search(t.detail)]
         own += re.findall(rf"pretrain_(?:{NO_GPTS})\.py$", self.launch.script or "")
+        patterns = [self.value(n) for n in ("hybrid_layer_pattern", "hybrid_override_pattern") if n in self.given]
+        if self.foreign and "num_experts" in self.given and any(isinstance(p, str) and "E" not in p for p in patterns):
+            own.append(self.written("num_experts"))  # a fork's `-` may have them
         return own if stock else ["--spec", *own]
 
     @cached_property

@@ -85,10 +85,7 @@ RULES = (
         "no-layers",
         WRONG,
         "hybrid_layer_pattern|num_layers",
-        # An earlier Megatron made the layers of ratios: those are the finding.
-        lambda a, m: m.hybrid
-        and (m.pattern is None or not m.num_layers)
-        and not any(t.about.endswith("-ratio") and t.rule == "removed-flag" for t in a.trouble),
+        lambda a, m: m.hybrid and (m.pattern is None or not m.num_layers) and not a.ratios,
         "a hybrid without a pattern has no layers: embedding, final norm and output are all that is trained",
         "give `--hybrid-layer-pattern`; `--num-layers` alone builds nothing here",
         f"{HYBRID}, {PATTERN}",

@@ -104,7 +104,8 @@ OWN_WORDS = {
     "default-positions": re.compile("rope|rotary|alibi|position"),
     "default-normalization": re.compile("(?<!grad-)norm"),
     **dict.fromkeys(("default-top-k", "default-balancing", "moe-sequential"), re.compile("moe|expert|router")),
-    **dict.fromkeys(("moe-top-1", "moe-no-balancing"), re.compile("moe|expert|router")),
+    "moe-no-balancing": re.compile("moe|expert|router"),
+    "moe-top-1": re.compile("rout|gat(e|ing)|score|top-?k"),  # not how experts are laid out, or logged
 }
 
 
