@@ -172,6 +172,8 @@ CASES = {
     "mla-rope-type": (GPT, {"--rope-type": "yarn"}),
     "yarn-flags-ignored": (MLA, {"--rope-type": "yarn", "--rotary-scaling-factor": "32", "--yarn-beta-fast": "1"}),
     "rope-scaling-factor": (GPT, {"--use-rope-scaling": True, "--rope-scaling-factor": "32"}),
+    "rope-scaling-of-yarn": (GPT, {"--use-rope-scaling": True, "--rotary-scaling-factor": "32.0"}),
+    "rope-share-odd": (GPT, {"--rotary-percent": "0.3"}),
     "mla-yarn-fusion-heads": (MLA, {"--no-rope-fusion": None, "--rope-type": "yarn", "--num-attention-heads": "24",
                                     "--hidden-size": "1536"}),
     "fsdp-pipeline": (FSDP, {"--pipeline-model-parallel-size": "2"}),

@@ -115,7 +115,7 @@ def test_every_rule_that_flags_can_step_into_is_in_the_table():
 # What our compiler refuses, since Megatron would train something else and say nothing: the rule that tells it of others' launches, or why
 # there is none.
 OF_OTHERS = {
-    "unwindowed-mtp": "window-mtp", "rope-share-odd": "rope-columns", "yarn-part-of-a-head": "yarn-share",
+    "unwindowed-mtp": "window-mtp", "rope-share-odd": "rope-share-odd", "yarn-part-of-a-head": "yarn-share",
     "mla-tensor-without-sequence": "mla-sequence", "gdn-tensor-without-sequence": "gdn-sequence",
     "sequence-without-tensor": "sequence-parallel-off", "expert-groups-top-k": "moe-groups-uneven", "fused-relu-activation": "idle-flag",
     "fused-relu-ungrouped": "idle-flag", "wandb-without-tensorboard": "idle-flag", "compiled-loss-deterministic": "deterministic",

@@ -73,16 +73,20 @@ def _not_shared(a: Args, m: Model) -> Iterator[str]:
         yield f"{a.written('softmax_type')}\tno sink but with a2a\t`--cp-comm-type a2a`"
 
 
+def _columns(a: Args, m: Model) -> float | None:
+    """Columns of a head that the flags let RoPE turn; None where it turns none, and of heads so narrow that they are placeholders."""
+    if "attention" not in m.kinds or m.positions not in ("rope", "yarn") or m.mla or m.head_dim <= 8:
+        return None
+    return m.head_dim * (a.rotary_percent if m.positions == "rope" else 1)
+
+
 def _turned(a: Args, m: Model) -> list[str]:
     """Shares of a head that RoPE cannot turn: it turns columns in pairs, and no more than there are."""
-    found = []
-    # narrower ones are placeholders
-    if "attention" in m.kinds and m.positions in ("rope", "yarn") and not m.mla and m.head_dim > 8:
-        columns = m.head_dim * (a.rotary_percent if m.positions == "rope" else 1)
-        if not 2 <= columns <= m.head_dim or int(columns) % 2:
-            said = "rotary_percent" if a.said("rotary_percent") else "kv_channels"
-            flag = a.written(said) if a.said(said) else without(a.written(said))
-            found.append(f"{flag}\t{columns:g} columns of a head of {m.head_dim}\t")
+    found, columns = [], _columns(a, m)
+    if columns is not None and not (1 <= columns <= m.head_dim and int(columns) + int(columns) % 2 <= m.head_dim):
+        said = "rotary_percent" if a.said("rotary_percent") else "kv_channels"
+        flag = a.written(said) if a.said(said) else without(a.written(said))
+        found.append(f"{flag}\t{columns:g} columns of a head of {m.head_dim}\t")
     if m.latent and a.qk_pos_emb_head_dim % 2:
         found.append(f"{a.written('qk_pos_emb_head_dim')}\t\t")
     return found
@@ -113,9 +117,21 @@ RULES = (
         FAIL,
         "",
         _turned,
-        "RoPE turns an even number of columns of a head, and no more than it has: the first step stops",
+        "RoPE turns columns of a head in pairs, and no more than it has: the first step stops",
         "choose such a number",
         "core/models/common/embeddings/rope_utils.py _apply_rotary_pos_emb_bshd",
+    ),
+    Rule(
+        "rope-share-odd",
+        WRONG,
+        "rotary_percent",
+        lambda a, m: (columns := _columns(a, m)) is not None
+        and 1 <= columns < m.head_dim
+        and int(columns) % 2 == 1
+        and f"{columns:g} columns of a head of {m.head_dim}",
+        "RoPE turns columns in pairs: one more than the share has, by the angles of the odd number",
+        "choose a share that turns whole pairs",
+        "core/models/common/embeddings/rotary_pos_embedding.py",
     ),
     Rule("mla-refuses", FAIL, "", _mla_refuses, "MLA refuses it", "leave it out", f"{VALIDATE}, {CONFIG}"),
     Rule(
@@ -202,7 +218,7 @@ RULES = (
         "a larger `--rotary-scaling-factor`, or a shorter sequence",
         "core/models/common/embeddings/yarn_rotary_pos_embedding.py",
     ),
-    *map(trap, ("rope-scaling-factor", "hybrid-rope-scaling")),
+    *map(trap, ("rope-scaling-factor", "rope-scaling-of-yarn", "hybrid-rope-scaling")),
     Rule(
         "window-size",
         FAIL,
