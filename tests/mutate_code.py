@@ -204,7 +204,7 @@ def naming(path: str, deep: bool = True) -> tuple[str, ...]:
     """The test files that name a module, the short ones first; of one that none names those of the modules that import it, or that
     name its folder's."""
     module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    found = {test for test in tests() if module in names(test)}
+    found = {test for test in tests() if module in names(test)} | interpreting(module)
     if not found and deep:
         found = {
             test
@@ -215,6 +215,17 @@ def naming(path: str, deep: bool = True) -> tuple[str, ...]:
     if not found and "." in module:
         return naming(module.rpartition(".")[0].replace(".", "/") + ".py", deep=False)
     return tuple(sorted(found, key=lambda test: len(written(test)))[:12])
+
+
+def interpreting(module: str) -> set[str]:
+    """Test files that run one of tests/gpu which names a module in Triton's interpreter."""
+    gpu = {path.stem for path in (REPO / "tests/gpu").glob("test_*.py") if module in names(f"tests/gpu/{path.name}")}
+    said = {f"tests/gpu/{stem}.py" for stem in gpu} | {f'"{stem.removeprefix("test_")}": "' for stem in gpu}
+    return {
+        test
+        for test in tests()
+        if "interpreter.passes" in written(test) and any(word in written(test) for word in said)
+    }
 
 
 @cache

@@ -254,8 +254,6 @@ def test_clean_launch_reports_nothing(base):
         ({"--softmax-type": "learnable", "--cp-comm-type": "all_gather"}, "context-attention"),
         ({"--softmax-type": "learnable", "--cp-comm-type": "a2a"}, None),
         ({"--cp-comm-type": "ring", "--hybrid-layer-pattern": "M-M-M-"}, None),
-        ({"--mamba-num-heads": "33", "--mamba-num-groups": "1"}, "indivisible"),
-        ({"--tensor-model-parallel-size": "4", "--sequence-parallel": True, "--seq-length": "1020"}, "indivisible"),
     ],
     ids=str,
 )  # fmt: skip

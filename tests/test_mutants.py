@@ -67,6 +67,13 @@ def test_only_a_test_that_ran_and_failed_has_noticed(code, text, word):
     assert mutate_code.verdict(code, text) == word
 
 
+def test_a_kernel_has_the_tests_that_interpret_it():
+    """Those of an exported model name the step of Mamba-3, and nothing else that runs without a GPU does."""
+    assert "tests/blocks/test_interpreted.py" in mutate_code.naming("nam_megatron/blocks/mamba3/step.py")
+    assert "tests/blocks/test_router.py" in mutate_code.naming("nam_megatron/blocks/moe/experts.py")
+    assert mutate_code.interpreting("nam_megatron.verify") == set()
+
+
 # Programs that no test names, nor their folder: a mistake in them nobody can notice but by chance.
 UNNAMED: set[str] = set()
 

@@ -639,7 +639,8 @@ def test_weights_that_begin_alike_are_told_apart():
     worker._tell_apart([made])
     assert [len(p.unique()) for p in made] == [4, 4, 4, 1] and made[2].tolist() == [0, 1, 2, 3] and made[3] == 1
     samples = worker.Samples(8, 6, 10, 1, False)  # a mean over all tokens would be that over those that count
-    assert len({samples[i]["loss_mask"].sum().item() for i in range(8)}) > 2 and samples[3]["loss_mask"].any()
+    count = [samples[i]["loss_mask"].sum().item() for i in range(8)]
+    assert len({*count}) > 2 and min(count) > 0, "each sample is learned from"
 
 
 def test_a_side_has_what_its_last_run_said_alone(monkeypatch, tmp_path):

@@ -305,10 +305,11 @@ def test_sections_that_decide_what_is_trained_are_refused_by_name(name, section,
     assert said in refused.value.render()
 
 
-def test_an_overlap_over_data_ranks_is_asked_of_these_alone(ranks):
-    """Two tensor ranks are one data rank, where Bridge sets none of its buckets."""
+@pytest.mark.parametrize("preset", [("nam56r_nemo_native",), ("nam56r_native_dp", "parallel.context=2")], ids=" ".join)
+def test_an_overlap_over_data_ranks_is_asked_of_these_alone(preset, ranks):
+    """Two ranks of tensors or of a sequence are one data rank, where Bridge sets none of its buckets."""
     ranks(2)
-    made = nemo.recipe("nam56r_nemo_native", ["cluster=h200_2"])
+    made = nemo.recipe(preset[0], ["cluster=h200_2", *preset[1:]])
     made.comm_overlap = CommOverlapConfig(tp_comm_overlap=False)
     with pytest.raises(Refused) as refused:
         runtime_config_update(made)
