@@ -98,173 +98,84 @@ def _mla_refuses(a: Args, m: Model) -> list[str]:
 
 
 RULES = (
-    Rule(
-        "gqa-ignored",
-        WRONG,
-        "num_query_groups",
+    Rule("gqa-ignored", WRONG, "num_query_groups",
         lambda a, m: "attention" in m.kinds
-        and a.said("num_query_groups")
-        and not a.group_query_attention
-        and a.num_query_groups != m.heads
-        and f"{m.heads} key/value heads",
-        "the groups are ignored: full multi-head attention is trained",
-        "add `--group-query-attention`",
-        FROM_ARGS,
-    ),
+            and a.said("num_query_groups")
+            and not a.group_query_attention
+            and a.num_query_groups != m.heads
+            and f"{m.heads} key/value heads", "the groups are ignored: full multi-head attention is trained",
+        "add `--group-query-attention`", FROM_ARGS),
     *map(trap, ("gqa-one-group",)),
-    Rule(
-        "rope-columns",
-        FAIL,
-        "",
-        _turned,
-        "RoPE turns columns of a head in pairs, and no more than it has: the first step stops",
-        "choose such a number",
-        "core/models/common/embeddings/rope_utils.py _apply_rotary_pos_emb_bshd",
-    ),
-    Rule(
-        "rope-share-odd",
-        WRONG,
-        "rotary_percent",
+    Rule("rope-columns", FAIL, "", _turned,
+        "RoPE turns columns of a head in pairs, and no more than it has: the first step stops", "choose such a number",
+        "core/models/common/embeddings/rope_utils.py _apply_rotary_pos_emb_bshd"),
+    Rule("rope-share-odd", WRONG, "rotary_percent",
         lambda a, m: (columns := _columns(a, m)) is not None
-        and 1 <= columns < m.head_dim
-        and int(columns) % 2 == 1
-        and f"{columns:g} columns of a head of {m.head_dim}",
+            and 1 <= columns < m.head_dim
+            and int(columns) % 2 == 1
+            and f"{columns:g} columns of a head of {m.head_dim}",
         "RoPE turns columns in pairs: one more than the share has, by the angles of the odd number",
-        "choose a share that turns whole pairs",
-        "core/models/common/embeddings/rotary_pos_embedding.py",
-    ),
+        "choose a share that turns whole pairs", "core/models/common/embeddings/rotary_pos_embedding.py"),
     Rule("mla-refuses", FAIL, "", _mla_refuses, "MLA refuses it", "leave it out", f"{VALIDATE}, {CONFIG}"),
-    Rule(
-        "mla-flags-ignored",
-        WRONG,
-        "",
-        lambda a, m: [] if m.mla else each(a, MLA_ONLY),
-        "ignored: MLA is not on",
-        "add `--multi-latent-attention` (in a hybrid, `+` in the pattern)",
-        FROM_ARGS,
-    ),
+    Rule("mla-flags-ignored", WRONG, "", lambda a, m: [] if m.mla else each(a, MLA_ONLY), "ignored: MLA is not on",
+        "add `--multi-latent-attention` (in a hybrid, `+` in the pattern)", FROM_ARGS),
     *map(trap, ("mla-rope-type", "mla-no-latent-norm", "mla-query-norm", "default-kv-lora-rank")),
-    Rule(
-        "default-rope-type",
-        DEFAULT,
-        "rope_type",
+    Rule("default-rope-type", DEFAULT, "rope_type",
         lambda a, m: m.mla
-        and not a.any_said("rope_type", "rotary_scaling_factor", "mscale_all_dim")
-        and f"factor {a.rotary_scaling_factor:g}"
-        + (": the angles are still RoPE's" if a.rotary_scaling_factor == 1 else ""),
+            and not a.any_said("rope_type", "rotary_scaling_factor", "mscale_all_dim")
+            and f"factor {a.rotary_scaling_factor:g}"
+            + (": the angles are still RoPE's" if a.rotary_scaling_factor == 1 else ""),
         "MLA's rotary embedding is yarn unless said otherwise",
-        "say `--rope-type rope --no-rope-fusion`, or `--rope-type yarn` if that is meant",
-        CONFIG,
-    ),
-    Rule(
-        "rope-scales-softmax",
-        WRONG,
-        "rotary_scaling_factor",
+        "say `--rope-type rope --no-rope-fusion`, or `--rope-type yarn` if that is meant", CONFIG),
+    Rule("rope-scales-softmax", WRONG, "rotary_scaling_factor",
         lambda a, m: m.mla and m.rope_type == "rope" and a.rotary_scaling_factor > 1 and a.mscale_all_dim != 0,
         "yarn's factor and mscale-all-dim scale the softmax even with plain RoPE",
-        "add `--rotary-scaling-factor 1 --mscale-all-dim 0`",
-        "core/transformer/multi_latent_attention.py",
-    ),
-    Rule(
-        "mla-rope-fusion",
-        FAIL,
-        "apply_rope_fusion",
+        "add `--rotary-scaling-factor 1 --mscale-all-dim 0`", "core/transformer/multi_latent_attention.py"),
+    Rule("mla-rope-fusion", FAIL, "apply_rope_fusion",
         lambda a, m: m.mla and not m.checks_dsa and m.rope_type == "rope" and m.rope_fusion,
-        "RoPE fusion is on by default and MLA has it for yarn only",
-        "add `--no-rope-fusion`",
-        CONFIG,
-    ),
+        "RoPE fusion is on by default and MLA has it for yarn only", "add `--no-rope-fusion`", CONFIG),
     *map(trap, ("dsa-rope-fusion",)),
-    Rule(
-        "mla-yarn-fusion-heads",
-        WRONG,
-        "apply_rope_fusion",
+    Rule("mla-yarn-fusion-heads", WRONG, "apply_rope_fusion",
         lambda a, m: m.mla
-        and not m.checks_dsa
-        and m.rope_type == "yarn"
-        and m.rope_fusion
-        and bool((m.heads // m.tp) & (m.heads // m.tp - 1))
-        and f"{m.heads // m.tp} heads a rank",
-        "the fused yarn kernels mask heads wrongly when their number is no power of two",
-        "add `--no-rope-fusion`",
-        "core/fusions/fused_mla_yarn_rope_apply.py, upstream issue 7103",
-    ),
-    Rule(
-        "rope-flags-ignored",
-        WRONG,
-        "",
+            and not m.checks_dsa
+            and m.rope_type == "yarn"
+            and m.rope_fusion
+            and bool((m.heads // m.tp) & (m.heads // m.tp - 1))
+            and f"{m.heads // m.tp} heads a rank",
+        "the fused yarn kernels mask heads wrongly when their number is no power of two", "add `--no-rope-fusion`",
+        "core/fusions/fused_mla_yarn_rope_apply.py, upstream issue 7103"),
+    Rule("rope-flags-ignored", WRONG, "",
         lambda a, m: [] if m.mla or m.gpt_oss or m.positions in ("rope", "yarn", "mrope") else each(a, ROPE_ONLY),
-        "ignored: positions are not rotary",
-        "add `--position-embedding-type rope`",
-        HYBRID,
-    ),
+        "ignored: positions are not rotary", "add `--position-embedding-type rope`", HYBRID),
     *map(trap, ("hybrid-positions",)),
-    Rule(
-        "yarn-flags-ignored",
-        WRONG,
-        "",
-        _yarn_unread,
+    Rule("yarn-flags-ignored", WRONG, "", _yarn_unread,
         "ignored: MLA's yarn has no flags for these and stays at 4096 tokens, betas of 32 and 1 and whole columns; other attention wants "
-        "--position-embedding-type yarn",
-        "leave it out; for MLA our trainer has the keys of `feature.yarn`",
-        "training/argument_utils.py _apply_yarn_config_from_args",
-    ),
-    Rule(
-        "yarn-sequence",
-        WRONG,
-        "seq_length",
+            "--position-embedding-type yarn", "leave it out; for MLA our trainer has the keys of `feature.yarn`",
+        "training/argument_utils.py _apply_yarn_config_from_args"),
+    Rule("yarn-sequence", WRONG, "seq_length",
         lambda a, m: f"{longest:,.0f} tokens" if 0 < (longest := _yarn_longest(a, m)) < m.need("seq_length") else "",
         "longer than YaRN is scaled for: angles beyond its factor times its original length are new to the weights",
         "a larger `--rotary-scaling-factor`, or a shorter sequence",
-        "core/models/common/embeddings/yarn_rotary_pos_embedding.py",
-    ),
+        "core/models/common/embeddings/yarn_rotary_pos_embedding.py"),
     *map(trap, ("rope-scaling-factor", "rope-scaling-of-yarn", "hybrid-rope-scaling")),
-    Rule(
-        "window-size",
-        FAIL,
-        "window_size",
+    Rule("window-size", FAIL, "window_size",
         lambda a, m: a.window_size is not None and len(a.window_size) != 2 and not a.elsewhere,
         "a window has two sides, what is seen before a token and after it",
-        "write `--window-size N,0`, for N tokens before",
-        "core/transformer/utils.py get_sliding_window_causal_mask",
-    ),
-    Rule(
-        "positions-short",
-        FAIL,
-        "max_position_embeddings",
-        lambda a, m: m.need("max_position_embeddings") < m.sequence,
-        "must be at least --seq-length",
-        "raise it",
-        VALIDATE,
-    ),
-    Rule(
-        "context-attention",
-        FAIL,
-        "",
-        _not_shared,
+        "write `--window-size N,0`, for N tokens before", "core/transformer/utils.py get_sliding_window_causal_mask"),
+    Rule("positions-short", FAIL, "max_position_embeddings",
+        lambda a, m: m.need("max_position_embeddings") < m.sequence, "must be at least --seq-length", "raise it",
+        VALIDATE),
+    Rule("context-attention", FAIL, "", _not_shared,
         "refused at the first step by the attention of Transformer Engine under context parallelism",
-        "name one of them",
-        "transformer_engine 2.20 attn_forward_func_with_cp",
-    ),
+        "name one of them", "transformer_engine 2.20 attn_forward_func_with_cp"),
     *map(trap, ("sinks-without-kernel", "sinks-uncounted")),
-    Rule(
-        "gdn-sequence",
-        WRONG,
-        "sequence_parallel",
-        law("gdn-tensor-without-sequence"),
+    Rule("gdn-sequence", WRONG, "sequence_parallel", law("gdn-tensor-without-sequence"),
         "tensor ranks keep their own gradients of a gated delta net's norm, whose copies then part",
-        "add `--sequence-parallel`",
-        "core/distributed/finalize_model_grads.py; Megatron-LM issue 7452, finding 11",
-    ),
+        "add `--sequence-parallel`", "core/distributed/finalize_model_grads.py; Megatron-LM issue 7452, finding 11"),
     *map(trap, ("mla-sequence",)),
-    Rule(
-        "yarn-share",
-        WRONG,
-        "rotary_percent",
+    Rule("yarn-share", WRONG, "rotary_percent",
         lambda a, m: a.rotary_percent != 1 and (a.rope_type if m.mla else a.position_embedding_type) == "yarn",
-        "YaRN turns all columns of a head, whatever the share",
-        "leave it out",
-        "core/models/common/embeddings/yarn_rotary_pos_embedding.py",
-    ),
+        "YaRN turns all columns of a head, whatever the share", "leave it out",
+        "core/models/common/embeddings/yarn_rotary_pos_embedding.py"),
     *map(trap, ("window-mtp",)),
-)
+)  # fmt: skip
