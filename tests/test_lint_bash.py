@@ -7,11 +7,12 @@ import random
 import re
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
 from nam_megatron.errors import Refused
-from nam_megatron.lint import describe, follow, lint
+from nam_megatron.lint import describe, follow, lint, report, shell
 from nam_megatron.lint.follow import holes
 from nam_megatron.lint.read import read
 from nam_megatron.targets import current
@@ -302,6 +303,20 @@ def test_what_is_not_followed_is_left_open(script, bash):
     """Open is never wrong, and tells nobody anything: one that is followed some day goes to the others."""
     script = script.replace("RUN", RUN)
     assert words(script) is None and bash(script)
+
+
+def test_one_tree_serves_all_ways_of_a_script(monkeypatch):
+    """A script of many branches was parsed anew for each way, for half of its minute."""
+    for text in (script.replace("RUN", RUN) for script in SCRIPTS):
+        tree = shell.parsed(text)
+        with suppress(shell.ShellError):
+            follow.run(text)
+        fresh = shell.Parser(text)
+        assert tree == (fresh.block(), fresh.bodies), text
+    made = []
+    monkeypatch.setattr(shell, "Parser", lambda text, parser=shell.Parser: made.append(text) or parser(text))
+    found = lint(f"if [ $A = 1 ]; then X=4; else X=8; fi\n{RUN} $X --num-attention-heads 2 --num-layers 2", "s.sh")
+    assert "hidden ? (4 if $A = 1, else 8)" in report.text(found) and len(made) == 1
 
 
 def test_a_script_that_is_cut_anywhere_is_refused():

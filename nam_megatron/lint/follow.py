@@ -28,13 +28,13 @@ from nam_megatron.lint.shell import (
     Command,
     Function,
     Loop,
-    Parser,
     Part,
     ShellError,
     Subshell,
     Token,
     blanks_kept,
     inside,
+    parsed,
 )
 
 HOLE = re.compile(f"{OPEN}([^{CLOSE}]*){CLOSE}")
@@ -178,8 +178,7 @@ class Follower:
         self.locals: list[dict[str, tuple[Any, Any]]] = []
 
     def script(self, text: str) -> None:
-        parser = Parser(text)
-        nodes, self.bodies = parser.block(), parser.bodies
+        nodes, self.bodies = parsed(text)
         for node in nodes:
             if isinstance(node, Command) and node.words and node.words[0].literal == "exit":
                 break

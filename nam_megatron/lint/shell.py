@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 DEPTH = 40
@@ -515,3 +516,10 @@ def _first_name(token: Token | None) -> str | None:
     """The variable of `for ((i = 0; ...; ...))`."""
     found = NAME.search(token.parts[0].text) if token and token.parts and token.parts[0].kind == "let" else None
     return found and found[0]
+
+
+@lru_cache(64)
+def parsed(text: str) -> tuple[list[Any], list[Body]]:
+    """A script's nodes and its heredocs: made once for all ways that it is followed, none of which changes them."""
+    parser = Parser(text)
+    return parser.block(), parser.bodies

@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from nam_megatron.lint.follow import UNREAD, holes, shown
@@ -581,6 +581,7 @@ def harmless(name: str, target: Target) -> bool:
     )
 
 
+@lru_cache(4096)
 def set_where(text: str, name: str) -> tuple[int, ...]:
     return tuple(n for n, line in enumerate(text.splitlines(), 1) if _sets(name, line))
 
