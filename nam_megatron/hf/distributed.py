@@ -22,6 +22,7 @@ from nam_megatron.blocks.exported import Tensor
 from nam_megatron.compile.argv import plan_json
 from nam_megatron.compile.lower import Lowering
 from nam_megatron.errors import Refused, raise_if
+from nam_megatron.hf.folder import DTYPES
 from nam_megatron.judge.resume import PLAN
 from nam_megatron.runtime import checkpoint, checksums
 from nam_megatron.tracker import RELEASE, TRACKER, newest
@@ -30,8 +31,6 @@ from nam_megatron.words.regular import closed, irregular
 COMPARED = ("hybrid_layer_pattern", "hidden_size", "num_attention_heads")
 # How 0.19.2 names what it saves.
 METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-
-DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 
 
 class _Names(checkpoint.Index):

@@ -28,7 +28,7 @@ SINGLE = "model.safetensors"  # in the place of shards and an index
 # transformers another file of weights, an adapter or `custom_generate/generate.py`.
 IDLE = re.compile(r"README\.md|LICENSE[\w.-]*|\.gitattributes|\.gitignore|\.(?:git|cache)(?:/.*)?", re.DOTALL)
 MOST = 4 * 2**30  # bytes of a shard
-TORCH = {"BF16": torch.bfloat16, "F32": torch.float32}
+DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 
 
 def shards(tensors: Iterable[Tensor], most: int = MOST) -> list[tuple[str, list[Tensor]]]:
@@ -64,7 +64,7 @@ def write_shard(path: Path, tensors: list[Tensor], read: Callable[[Tensor], torc
         put(head)
         for tensor in tensors:
             value = read(tensor).contiguous()
-            assert value.shape == tensor.shape and value.dtype == TORCH[tensor.dtype], tensor
+            assert value.shape == tensor.shape and value.dtype == DTYPES[tensor.dtype], tensor
             put(memoryview(value.reshape(-1).view(torch.uint8).numpy()))
     return hashed.hexdigest()
 
@@ -239,7 +239,7 @@ def reader(folder: Path, tensors: list[Tensor]) -> Callable[[Tensor], torch.Tens
     def read(tensor: Tensor) -> torch.Tensor:
         # transformers saves some in another type than ours; a value is the same in both, or it is not taken.
         value = opened.get(tensor.name)
-        made = value.to(TORCH[tensor.dtype])
+        made = value.to(DTYPES[tensor.dtype])
         if made.dtype != value.dtype and not torch.equal(made.to(value.dtype), value):
             message = f"`{tensor.name}` in `{folder}` has values that {tensor.dtype} does not have, and is {tensor.dtype} in training"
             raise Refused(message, hint="save it rounded: `model.bfloat16().save_pretrained(FOLDER)`")
@@ -256,7 +256,7 @@ def _misfits(folder: Path, tensors: list[Tensor], found: Mapping[str, Any]) -> I
         name, shape, dtype = found[tensor.name]
         if shape != tensor.shape:
             yield Problem(f"`{tensor.name}` is {list(shape)} in `{name}`, and {list(tensor.shape)} in the config")
-        if dtype not in TORCH:
+        if dtype not in DTYPES:
             yield Problem(f"`{tensor.name}` is {dtype} in `{name}`, not {tensor.dtype}")
     expected = {tensor.name for tensor in tensors}
     yield from (

@@ -23,14 +23,15 @@ from nam_megatron.errors import Problem, Refused, counted, raise_if, shown
 from nam_megatron.hf import describe, distributed, families, folder, quantized
 from nam_megatron.hf import export as exports
 from nam_megatron.hf.adapters import Merged
-from nam_megatron.hf.distributed import DTYPES, Lazy
+from nam_megatron.hf.distributed import Lazy
+from nam_megatron.hf.export import Say
 from nam_megatron.hf.families import Family, Place
 from nam_megatron.hf.families.config import written
+from nam_megatron.hf.folder import DTYPES
 from nam_megatron.lint import lint, preset, recipe
 from nam_megatron.lint.huggingface import of_text
 from nam_megatron.lint.huggingface import words as of_config
 
-Say = Callable[[str], None]
 INDEX, SINGLE = folder.INDEX, folder.SINGLE
 MOST = 12  # findings that are said
 ADAPTERS = "adapter_config.json"

@@ -10,7 +10,7 @@ from nam_megatron.errors import counted
 from nam_megatron.laws.law import CONTRADICTION, MATHS, OURS, REFUSES, UNTRIED, WRONG, Law, Words
 from nam_megatron.laws.sizes import BF16_ROW
 from nam_megatron.recipe import Recipe
-from nam_megatron.recipe.layout import Cluster, Device, Parallel
+from nam_megatron.recipe.layout import Device, Parallel
 from nam_megatron.recipe.model import Model
 from nam_megatron.targets import Target
 
@@ -85,10 +85,6 @@ def _untried(plan: Plan, recipe: Recipe, parallel: Parallel) -> Iterator[Words]:
                 yield {"key": key, "off": off, "what": KINDS[kind].title, "where": where}
 
 
-def _over_hosts(parallel: Parallel, cluster: Cluster) -> bool:
-    return parallel.over_hosts(parallel.tensor, cluster)
-
-
 def _unserved(device: Device, target: Target) -> Words | None:
     """Whether what is said here is true on the device: kernels, forecasts and Megatron's own demands are an architecture's."""
     if device.capability in target.chips:
@@ -115,7 +111,7 @@ LAYOUT = (
         says="Megatron would switch sequence parallelism off at tensor size 1", way="set `parallel.sequence=false`",
         source=ARGUMENTS),
     Law(id="tensor-over-hosts", category=UNTRIED, key="parallel.tensor",
-        when=_over_hosts,
+        when=lambda parallel, cluster: parallel.over_hosts(parallel.tensor, cluster),
         says="tensor ranks on several hosts have not been tried: two sums of each layer would wait for the network",
         way="take a divisor of {cluster.gpus_per_node}, or pipeline stages for the rest"),
     Law(id="expert-ranks-without-experts", category=CONTRADICTION, key="parallel.expert",

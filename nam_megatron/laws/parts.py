@@ -47,10 +47,6 @@ def _rows_unshared(ngram_hash: NgramHash, parallel: Parallel) -> Words | None:
     return {"rows": rows} if rows % parallel.tensor else None
 
 
-def _unadapted_kinds(lora: Lora, plan: Plan) -> Iterator[Words]:
-    return ({"title": block.title} for block in standing(plan.site) if not block.adapted)
-
-
 def _no_adapter(plan: Plan) -> dict[str, str]:
     """Modules around which no adapter may stand, and why."""
     return {name: why for block in standing(plan.site) for name, why in block.unadapted.items()}
@@ -171,7 +167,8 @@ LAWS = (
         when=lambda lora, schedule: schedule.pretrained is None,
         says="adapters stand on a pretrained model, and none is named", way="give the folder of its checkpoints"),
     Law(id="adapters-on-kind", category=OURS, key=ADAPTERS + "rank",
-        when=_unadapted_kinds, says="adapters have not been shown on {title}",
+        when=lambda lora, plan: ({"title": block.title} for block in standing(plan.site) if not block.adapted),
+        says="adapters have not been shown on {title}",
         way="set it to 0, or another kind in its place", source=SHOWN),
     Law(id="adapters-on-nothing", category=CONTRADICTION, key=ADAPTERS + "targets",
         when=lambda lora, plan: lora.targets == () and {"good": quoted(offered(plan.site))}, says="adapters on nothing",

@@ -81,7 +81,7 @@ def write(name: str, out: Path) -> None:
         value *= 0.2 if len(tensor.shape) < 2 or "mimo" in tensor.name else 1.5 * tensor.shape[-1] ** -0.5
         if ("norm" in tensor.name and tensor.name.endswith("weight")) or "mimo" in tensor.name:
             value += 1 - made["zero_centered_norms"]
-        return value.to(folder.TORCH[tensor.dtype])
+        return value.to(folder.DTYPES[tensor.dtype])
 
     files = folder.shards(describe.tensors(made), 60_000)
     hashes = {file: folder.write_shard(out / file, group, drawn) for file, group in files}
