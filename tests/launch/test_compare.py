@@ -90,7 +90,7 @@ def test_what_an_older_receipt_does_not_have_is_no_difference():
     )
 
 
-@pytest.mark.parametrize("key", compare.LINEAGE)
+@pytest.mark.parametrize("key", ["host", "family", "regime"])
 def test_another_lineage_is_refused_by_its_name_and_a_rumor_with_anyway(key):
     pair = [made("one"), made("two", lineage=LINEAGE | {key: "else"})]
     with pytest.raises(Refused) as refused:
@@ -266,24 +266,29 @@ def test_all_objections_come_at_once():
     ]  # fmt: skip
 
 
-def test_differences_are_split_by_what_they_change():
-    other = made(
-        "two", patches={"megatron-core 0.19.2": {"state": "patched"}}, host={"versions": {"torch": "2.12.0"}, "driver": "580"},
-        job={"overlay": {"OMP_NUM_THREADS": {"value": "1"}}, "tokens_per_step": 9},
-    )  # fmt: skip
-    other["recipe"]["model"]["depth"] = 13
-    other["recipe"]["model"]["letters"]["A"] = "mla"
-    other["recipe"]["schedule"]["log_interval"] = 10
-    other["recipe"]["cluster"]["waivers"] = {"git": "a copy"}
-    other["recipe"]["preset"]["name"] = "b"
-    (_, computing), (_, executing) = compare.differences([made("one"), other])
-    assert [key for key, _ in computing] == [
-        "recipe.model.depth", "recipe.model.letters.A", "patches.megatron-core 0.19.2.state", "host.versions.torch",
-    ]  # fmt: skip
-    assert computing[0][1] == ["52", "13"]
-    keys = {key for key, _ in executing}
-    assert {"recipe.schedule.log_interval", "recipe.cluster.waivers.git", "recipe.preset.name", "host.driver"} <= keys
-    assert "job.overlay.OMP_NUM_THREADS.value" in keys and not any(key.startswith("job.tokens") for key in keys)
+# What may differ in a receipt, and whether it is of what was computed; None: it stands beside, or is a figure.
+DIFFERS = {
+    "recipe.model.depth": True, "recipe.model.letters.A": True, "recipe.schedule.log_interval": False, "recipe.preset.name": False,
+    "recipe.cluster.waivers.git": False, "data.files.train": True, "source.trees.nam_megatron": True, "source.trees.launch": False,
+    "patches.megatron-core 0_19_2.state": True, "mends.stage": True, "outcome.mends.stage": True, "outcome.loaded.sha256": True,
+    "host.driver": False, "host.versions.torch": True, "host.torch.cuda": True, "host.megatron.path": True, "job.packages.numpy": True,
+    "job.overlay.OMP_NUM_THREADS": False, "job.diagnostic": False, "environ.NCCL_ALGO": False,
+    "job.tokens_per_step": None, "forecast.peak_tflops": None, "outcome.reason": None, "lineage.pool": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "computes"), DIFFERS.items())
+def test_differences_are_split_by_what_they_change(key, computes):
+    pair = [made("one"), made("two")]
+    for value, run in enumerate(pair):
+        *above, last = key.split(".")
+        at = run
+        for name in above:
+            at[name] = dict(at.get(name) or {})
+            at = at[name]
+        at[last] = value
+    told = [[(key, cells) for key, cells in rows] for _, rows in compare.differences(pair)]
+    assert told == [[(key, ["0", "1"])] if computes is of else [] for of in (True, False)]
 
 
 TREES = st.recursive(
@@ -352,8 +357,8 @@ ODD = {
     "a diagnostic": dict(job={"diagnostic": "half"}), "a variable": dict(environ={"NCCL_ALGO": "Ring"}),
     "another peak": dict(forecast={"peak_tflops": 1.0}), "another count": dict(forecast={"model_flops_per_token": 1.0}),
     "open": dict(end=None),
-    "lost": dict(end="lost"), **{f"another {key}": dict(lineage=LINEAGE | {key: "x"}) for key in compare.LINEAGE},
-    **{f"no {key}": dict(lineage=LINEAGE | {key: None}) for key in compare.LINEAGE},
+    "lost": dict(end="lost"), **{f"another {key}": dict(lineage=LINEAGE | {key: "x"}) for key in ("host", "family", "regime")},
+    **{f"{key} {none}": dict(lineage=LINEAGE | {key: none}) for key in ("host", "family", "regime") for none in (None, "")},
 }  # fmt: skip
 
 
