@@ -918,3 +918,21 @@ def test_the_fields_of_several_models_are_not_one_models():
         assert any("whose fields are not told apart: num_layers, hidden_size" in n for n in found.launch.notes) is (
             len(several) > 1
         )
+
+
+@pytest.mark.parametrize(
+    ("layout", "fix"),
+    [
+        ("Et|tL", "an `m` for each depth of MTP"),
+        ("Et|mL", "a `t` for each layer"),
+        ("tt|m", "end it with `L`"),
+        ("Et|tXmL", "write E, t, m and L"),
+    ],
+)
+def test_what_a_layout_lacks_is_said_of_the_layout(layout, fix):
+    """The fix spoke of a pattern's `|`, and the flag was the pipeline's size."""
+    words = f"{SHAPE} --mtp-num-layers 1 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout '{layout}'"
+    (found,) = (
+        f for f in lint(f"torchrun --nproc-per-node 2 pretrain_gpt.py {words}").findings if f.id == "pipeline-split"
+    )
+    assert found.flag == f"--pipeline-model-parallel-layout {layout}" and fix in found.fix

@@ -99,14 +99,15 @@ def _pipeline(a: Args, m: Model) -> Iterator[str]:
             parted = {*ends, rest // middle} if middle else {*ends}
             yield from (f"{n} layers of a stage, and {virtual} virtual stages a rank" for n in parted if n % virtual)
     elif stages := m.unrolled_stages:
+        layout, depths = a.written("pipeline_model_parallel_layout"), a.mtp_num_layers or 0
         if strange := set(stages) - set("EtmL|"):
-            yield f"no layer `{strange.pop()}`; E, t, m and L are the embedding, a layer, MTP and the loss"
+            yield f"{layout}\tno layer `{strange.pop()}`\twrite E, t, m and L: the embedding, a layer, MTP and the loss"
         elif stages.count("t") != m.num_layers:
-            yield f"{stages.count('t')} layers in --pipeline-model-parallel-layout, {m.num_layers} in the model"
-        elif stages.count("m") != (a.mtp_num_layers or 0):
-            yield f"{stages.count('m')} of MTP in --pipeline-model-parallel-layout, {a.mtp_num_layers or 0} in the model"
+            yield f"{layout}\t{stages.count('t')} layers there, {m.num_layers} in the model\tgive it a `t` for each layer"
+        elif stages.count("m") != depths:
+            yield f"{layout}\t{stages.count('m')} of MTP there, {depths} in the model\tgive it an `m` for each depth of MTP"
         elif stages[0] != "E" or stages[-1] != "L":
-            yield "--pipeline-model-parallel-layout begins with E, the embedding, and ends with L, the loss"
+            yield f"{layout}\tits ends are no embedding and no loss\tbegin it with `E` and end it with `L`"
     elif m.pattern is not None:
         if m.num_layers % m.pp:
             yield f"{m.num_layers} layers without `|`, and pipeline size {m.pp}"
