@@ -18,7 +18,7 @@ from nam_megatron.errors import OK, Refused, finish, keyless, not_there, raise_i
 from nam_megatron.hf import KERNELS
 from nam_megatron.parser import Parser
 from nam_megatron.words.argtypes import between, count, whole
-from nam_megatron.words.regular import closed
+from nam_megatron.words.regular import closed, irregular, kind
 
 if TYPE_CHECKING:
     import torch
@@ -192,6 +192,8 @@ def _run(words: argparse.Namespace) -> int:
         return line["tokens"] if "tokens" in line else encode(tokenizer, line["prompt"])
 
     prompts = [tokens_of(line) for line in asked]
+    if not prompts:
+        raise Refused(f"`{words.file}` holds no prompts", hint="one a line")
     _check(model.config, prompts, words.new)  # of all batches, before anything is written
     if words.file is None:
         _stream(model, prompts[0], options, tokenizer)
@@ -251,6 +253,8 @@ def _behind(tokenizer: Any, prompt: Sequence[int], new: Sequence[int | None]) ->
 
 
 def _lines(path: Path) -> Iterable[dict[str, Any]]:
+    if kind(path) == "a device":  # which has no end; a pipe has one
+        raise_if(irregular((path,)))
     try:
         texts = codecs.decode(path.read_bytes(), "utf-8").split("\n")
     except OSError as err:
@@ -266,6 +270,11 @@ def _lines(path: Path) -> Iterable[dict[str, Any]]:
             raise Refused(f"line {number} of `{path}` is no JSON: {err}") from None
         if not isinstance(line, dict) or not line.keys() & {"prompt", "tokens"}:
             raise Refused(f"line {number} of `{path}` has neither a `prompt` nor `tokens`")
+        if line.keys() >= {"prompt", "tokens"}:
+            raise Refused(f"line {number} of `{path}` has a `prompt` and `tokens`", hint="give one of both")
+        if ours := line.keys() & {"ended", "new" if "tokens" in line else "text"}:
+            said = f"line {number} of `{path}` has `{min(ours)}`, which is written here"
+            raise Refused(said, hint="give it another name")
         if "tokens" in line:
             ids = line["tokens"]
             if not (isinstance(ids, list) and ids and all(type(t) is int for t in ids)):

@@ -4,9 +4,10 @@ from pathlib import Path
 
 from nam_megatron.errors import Refused, not_there, raise_if
 from nam_megatron.words.regular import closed, irregular
+from nam_megatron.words.taken import SUMS
 
 TRACKER = "latest_checkpointed_iteration.txt"
-INTEGRITY = "integrity.json"  # the checksums of a step, in it
+INTEGRITY = SUMS  # the checksums of a step, in it
 RELEASE = "release"  # Megatron's word for weights without a state of training: a run starts from them at step 0
 
 

@@ -31,8 +31,10 @@ from nam_megatron.laws import book, page
 from nam_megatron.recipe import Device, Recipe, conf_dir, config_at, device, keys_at, keys_hint, load, value_at
 from nam_megatron.reference import values
 from nam_megatron.schema import configs
+from nam_megatron.tracker import TRACKER
 from nam_megatron.words.regular import irregular
 from nam_megatron.words.setting import Config, section
+from nam_megatron.words.taken import taken
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -136,6 +138,7 @@ def write(lowering: Lowering, folder: Path) -> None:
     replaced = []
     parts = {name: folder / f".{name}.{os.getpid()}.part" for name in FILES}
     try:
+        raise_if(taken(folder, "out"))
         folder.mkdir(parents=True, exist_ok=True)
         raise_if(irregular((folder / name for name in FILES), "out"))
         for name, (text_of, mark) in FILES.items():
@@ -144,6 +147,9 @@ def write(lowering: Lowering, folder: Path) -> None:
             if mark not in there:
                 hint = "name another folder, or take the file away"
                 raise Refused(f"`{path}` was not written by `translate`", key="out", hint=hint, law="file-of-others")
+            if there != text and path.suffix == ".json" and (folder / TRACKER).exists():
+                message = f"`{path}` says what the checkpoints beside it are, and is another plan"
+                raise Refused(message, key="out", hint="name another folder", law="file-of-others")
             replaced += [name] if there != text else []
             parts[name].write_text(text, encoding="utf-8")
         parts["run.sh"].chmod(0o755)

@@ -548,7 +548,7 @@ def test_what_is_skipped_is_named_and_recorded(tmp_path, bpe, capsys, monkeypatc
     assert run("check", tmp_path / "set") == 0
     for wrong in (tmp_path / "nothing.h", f"{inputs[0]}:22", f"{inputs[0]}:0", f"{tmp_path / 'tree'}:1", tree):
         assert f"`{wrong}` would not be read" in refusal(capsys, "build", tmp_path / "other", *words, "--skip", wrong)
-    assert "nothing is left" in refusal(capsys, "build", tmp_path / "other", inputs[0], *words[4:], "--skip", inputs[0])
+    assert "nothing is left" in refusal(capsys, "build", tmp_path / "other", inputs[0], *words[6:], "--skip", inputs[0])
 
 
 def key_of(inputs, contents, gone, options) -> str:
@@ -714,6 +714,16 @@ def test_an_unreadable_row_ends_the_training_of_a_tokenizer(tmp_path, capsys):
         (["a.jsonl", "--tokenizer", "none"], "`none` holds no tokenizer"),
         ([".", "--suffix", ".zzz", "--suffix", ".h"], "no file in `.` ends in .h or .zzz"),
         (["empty.jsonl"], "the inputs hold no documents"),
+        (
+            ["a.jsonl", "empty.jsonl", "--valid", "0.2"],
+            "`empty.jsonl` holds no documents\n\nhint: get it again, or `--skip empty.jsonl`",
+        ),
+        (["a.jsonl", "none.jsonl", "--valid", "0.2"], "`none.jsonl` holds no documents"),
+        (["a.jsonl", "--suffix", ".h"], "`--suffix` is of the files of a folder, and no input is one"),
+        (
+            [".", "--suffix", ".txt", "--field", "body"],
+            "`--field` is of JSONL and Parquet, and every input is a folder",
+        ),
     ],
 )
 def test_what_cannot_be_an_input_is_refused(tmp_path, monkeypatch, bpe, capsys, words, said):
@@ -724,6 +734,7 @@ def test_what_cannot_be_an_input_is_refused(tmp_path, monkeypatch, bpe, capsys, 
     Path("gzip.jsonl").write_bytes(gzip.compress(b'{"text": "x"}'))
     Path("wide.jsonl").write_text('{"text": "x"}', encoding="utf-16")
     Path("empty.jsonl").write_text("\n")
+    Path("none.jsonl").touch()
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), "a.parquet")
     shutil.copy("a.parquet", "table.jsonl")
     tokenizer_of = () if "--tokenizer" in words else ("--tokenizer", bpe)
@@ -1022,6 +1033,20 @@ def test_what_check_finds_in_the_tokens_themselves(tmp_path, bpe):
         "1 documents of `valid` do not end with `<|endoftext|>`",
         "`valid` has token 289, and the manifest knows of 288 as the largest",
     ]
+
+
+def test_a_manifest_says_one_thing_of_its_documents(tmp_path, bpe, capsys):
+    """Those of its inputs are those of its splits; and what was skipped moves no cursor of whoever reads it."""
+    out = built(tmp_path, bpe, jsonl(tmp_path / "a.jsonl"))
+    made = manifest.read(out)
+    manifest.write(out, made.model_copy(update={"skipped": ("a\x1b[2J",)}))
+    assert run("check", out) == 0
+    told = capsys.readouterr().out
+    assert "left out by `--skip`: a" in told and "\x1b" not in told
+    for other in ({"inputs": ()}, {"duplicates": made.duplicates + 1}):
+        manifest.write(out, made.model_copy(update=other))
+        assert run("check", out) == 1
+        assert "documents of its inputs, and " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

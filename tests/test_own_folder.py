@@ -96,6 +96,7 @@ HEAD, CALLED = "# @package _global_\ndefaults:\n", "preset: {name: mine, alias_o
             HEAD + "  - override /lane: own_dp\n  - /overlay@_global_: tp_sp\n" + CALLED,
             "`override` is the last of `defaults`",
         ),
+        (HEAD + "  - optional /overlay@_global_: nobodys\n" + CALLED, "it is left out without a word"),
         (HEAD + "  - nam56r_smoke\n" + CALLED + "model: [mla]\n", "`preset/mine` has a list where a section belongs"),
         (HEAD + "  - override /lane: own_dp\n", "write `preset: {name: ..., alias_of: ..., family: ..., about: ...}`"),
     ],

@@ -160,6 +160,23 @@ def test_out_replaces_nothing_that_is_not_its_own(name, here):
     assert [(p.name, p.read_text()) for p in here.iterdir()] == [(name, "#!/bin/sh\n{}\n")]
 
 
+def test_out_leaves_alone_what_says_of_itself_what_it_is(here):
+    """The plan of checkpoints was replaced with a note; of an export, a record or a step, whatever had come to them was damage."""
+    assert warm("conf=nam56r_smoke", "out=runs", cwd=here).code == 0
+    (here / "runs" / "latest_checkpointed_iteration.txt").write_text("2")
+    assert warm("conf=nam56r_smoke", "out=runs", cwd=here).code == 0  # the same plan
+    was = (here / "runs" / "plan.json").read_text()
+    other = ("conf=nam56r_smoke", "schedule.seed=7")
+    one_error(warm(*other, "out=runs", cwd=here), "`runs/plan.json` says what the checkpoints beside it are", "another")
+    for number, name in enumerate(("nam_export.json", "nam_export.json", "receipt.json", "integrity.json")):
+        (here / str(number)).mkdir()
+        (here / str(number) / name).touch()
+        below = "1/in/it" if number == 1 else number
+        one_error(warm(*other, f"out={below}", cwd=here), "nothing else belongs there @ out", "a place of its own")
+        assert [path.name for path in (here / str(number)).iterdir()] == [name]
+    assert (here / "runs" / "plan.json").read_text() == was
+
+
 def test_out_writes_all_files_or_none(here):
     (here / "plan.json").mkdir()
     one_error(warm("conf=nam56r_smoke", "out=.", cwd=here), "cannot write to `.`")

@@ -182,6 +182,10 @@ def _misplaced(file: Path, config_path: str, found: Read) -> Iterator[Problem]:
     behind = None
     for word in found.defaults:
         *keywords, name = word.split() or [""]
+        if "optional" in keywords:
+            message = f"`{config_path}` has `{word}` in its `defaults`: where that is not there, it is left out without a word"
+            yield Problem(message, hint="name it without `optional`, or leave it out", law="optional-file")
+            return
         if "override" in keywords:
             behind = name
         elif behind and word != "_self_":

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nam_megatron.errors import FINDINGS, OK, Refused, finish, keyless, without_keys
+from nam_megatron.errors import FINDINGS, OK, Refused, finish, keyless, shown, without_keys
 from nam_megatron.parser import Parser
 from nam_megatron.words.argtypes import count
 
@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
 
     def read(made: argparse.ArgumentParser) -> None:
         made.add_argument("inputs", type=Path, nargs="+", metavar="INPUT", help="a .jsonl, a .parquet, or a folder")
-        made.add_argument("--field", default="text", help="key or column of the text (default: text)")
+        made.add_argument("--field", help="key or column of the text (default: text)")
         made.add_argument("--suffix", action="append", default=[], help="which files of a folder; may be repeated")
         skipped = "leave this input, file of a folder, or FILE:LINE out; may be repeated"
         made.add_argument("--skip", action="append", default=[], metavar="PLACE", help=skipped)
@@ -95,7 +95,14 @@ def main(argv: list[str] | None = None) -> int:
 def _sources(words: argparse.Namespace) -> "list[sources.Source]":
     from nam_megatron.data import sources
 
-    return [sources.source(path, words.field, tuple(words.suffix)) for path in words.inputs]
+    field = "text" if words.field is None else words.field
+    found = [sources.source(path, field, tuple(words.suffix)) for path in words.inputs]
+    trees = sum(source.kind == "tree" for source in found)
+    if words.suffix and not trees:
+        raise Refused("`--suffix` is of the files of a folder, and no input is one", hint="leave it out")
+    if words.field is not None and trees == len(found):
+        raise Refused("`--field` is of JSONL and Parquet, and every input is a folder", hint="leave it out")
+    return found
 
 
 def _corpus(words: argparse.Namespace) -> int:
@@ -156,7 +163,7 @@ def _print(folder: Path, made: "manifest.Manifest") -> None:
         print(f"{folder / name}: {split.documents:,} documents, {split.tokens:,} tokens")
     print(f"vocabulary {made.vocabulary:,}; left out: {made.duplicates:,} duplicates, {made.empty:,} empty documents")
     if made.skipped:
-        print(f"left out by `--skip`: {', '.join(made.skipped)}")
+        print(shown(f"left out by `--skip`: {', '.join(made.skipped)}"))
 
 
 if __name__ == "__main__":

@@ -107,6 +107,12 @@ def _build(
         pieces = [piece for source in inputs for piece in sources.pieces(source)]
         scans = run("read", _scan, pieces, [work / f"{i:06}.scan.json" for i in range(len(pieces))])
         left_out = _judge(pieces, scans, options)
+        of_source = dict.fromkeys(inputs, 0)
+        for piece, scan in zip(pieces, scans, strict=True):
+            of_source[piece.source] += len(scan["digests"])
+        bare = [str(source.path) for source, count in of_source.items() if not count]  # a download that broke off, say
+        said = [f"`{path}` holds no documents" for path in bare]
+        raise_if(_listed("inputs without documents", said, f"get it again, or `--skip {bare[0]}`" if bare else ""))
         jobs = [partial(_encode, options.tokenizer, options.valid_share, frozenset(skip)) for skip in left_out]
         parts = [work / f"{i:06}" for i in range(len(pieces))]
         counts = run("encode", _call, jobs, pieces, parts)
@@ -126,14 +132,11 @@ def _build(
             raise Refused(found)
     names = [f"{split}.{end}" for split in SPLITS for end in ("bin", "idx")]
     names += [f"{TOKENIZER}/{name}" for name in (tokenizer.FILE, tokenizer.CONFIG)]
-    of_source: dict[Source, list[int]] = {source: [] for source in inputs}
-    for piece, scan in zip(pieces, scans, strict=True):
-        of_source[piece.source].append(len(scan["digests"]))
     made = Manifest(
         version=1,
         key=key,
         inputs=tuple(
-            Input(path=str(s.path), sha256=content, documents=sum(of_source[s]))
+            Input(path=str(s.path), sha256=content, documents=of_source[s])
             for s, content in zip(inputs, contents, strict=True)
         ),
         valid_share=options.valid_share,
@@ -342,6 +345,10 @@ def check(folder: Path, vocab_size: int | None) -> tuple[Manifest, list[Problem]
         problems += manifests.misfit(manifest, vocab_size)
     if problems:
         return manifest, problems
+    read, kept = (sum(part.documents for part in of) for of in (manifest.inputs, manifest.splits.values()))
+    if read != kept + manifest.duplicates:
+        message = f"the manifest has {read} documents of its inputs, and {kept} in its splits without {manifest.duplicates} duplicates"
+        problems.append(Problem(message, hint="build the dataset again"))
     encoder = tokenizer.load(folder / TOKENIZER)
     if encoder.get_vocab_size() != manifest.vocabulary:
         problems.append(Problem(f"the tokenizer has {encoder.get_vocab_size()} entries, not {manifest.vocabulary}"))

@@ -10,6 +10,7 @@ from nam_megatron.errors import FINDINGS, OK, Problem, Refused, finish, keyless,
 from nam_megatron.hf import KERNELS
 from nam_megatron.parser import Parser
 from nam_megatron.words.argtypes import between, count, whole
+from nam_megatron.words.taken import taken
 
 EXAMPLES = """
 examples:
@@ -112,6 +113,8 @@ def main(argv: list[str] | None = None) -> int:
         if words.verb != "watch":  # which waits for its folder; others would tell seconds later, with torch loaded
             paths = (getattr(words, name, None) for name in ("checkpoint", "export", "plan", "model"))
             raise_if(not_there(path) for path in paths if path and not path.exists())
+        if out := getattr(words, "out", None):
+            raise_if(taken(out.parent))
         return VERBS[words.verb](words)
 
     return keyless(asked)

@@ -20,9 +20,10 @@ from safetensors import SafetensorError, safe_open
 from nam_megatron.blocks.exported import Tensor
 from nam_megatron.errors import Problem, Refused, not_there, raise_if
 from nam_megatron.words.regular import irregular
+from nam_megatron.words.taken import EXPORT
 from nam_megatron.words.whole import digest, write_whole
 
-MANIFEST, INDEX, CONFIG = "nam_export.json", "model.safetensors.index.json", "config.json"
+MANIFEST, INDEX, CONFIG = EXPORT, "model.safetensors.index.json", "config.json"
 SINGLE = "model.safetensors"  # in the place of shards and an index
 # What may lie in an export although no manifest lists it: nobody computes from it. All else somebody loads without being asked:
 # transformers another file of weights, an adapter or `custom_generate/generate.py`.
@@ -284,7 +285,7 @@ def making(out: Path) -> Iterator[Path]:
 
     Raises Refused: `out` is there.
     """
-    if out.exists():
+    if out.exists() or out.is_symlink():  # a link to nowhere, too, which no folder replaces
         raise Refused(f"`{out}` is there already", hint="name another folder")
     part = out.with_name(f"{out.name}.{os.getpid()}.part")  # OUT.part may be somebody's
     try:

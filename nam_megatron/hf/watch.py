@@ -15,7 +15,7 @@ from nam_megatron.data import manifest
 from nam_megatron.errors import Refused, raise_if
 from nam_megatron.hf import folder
 from nam_megatron.hf.export import export
-from nam_megatron.hf.opened import identity
+from nam_megatron.hf.opened import absent, identity
 from nam_megatron.hf.perplexity import perplexity
 from nam_megatron.runtime import checksums
 from nam_megatron.tracker import RELEASE, newest, word
@@ -40,6 +40,13 @@ def watch(
     Raises:
         Refused: a checkpoint that cannot be exported.
     """
+    if device != "cpu" and dataset is None:
+        raise Refused("`--device` is where a perplexity is computed, and no `--dataset` is given")
+    raise_if(absent(device))
+    if dataset is not None:  # not once the first step has come, hours later
+        manifest.read(dataset)
+    if (checkpoint / checksums.NAME).is_file():
+        raise Refused(f"`{checkpoint}` is one step", hint=f"the run's folder is `{checkpoint.absolute().parent}`")
     last = None
     if _newest(checkpoint) is None:  # a folder that the run will make, or a wrong name
         say(f"no step in `{checkpoint}` yet: waiting")

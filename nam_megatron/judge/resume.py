@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from nam_megatron.recipe.data import Data
 from nam_megatron.recipe.training import STAGE
 from nam_megatron.tracker import INTEGRITY, RELEASE, TRACKER
 from nam_megatron.words.regular import closed
+from nam_megatron.words.taken import taken
 from nam_megatron.words.whole import digest
 
 PLAN, DATA = "plan.json", "data.json"
@@ -151,7 +153,18 @@ def no_stage(folder: Path, lowering: Lowering, root: Path = HERE) -> Iterator[Pr
 def occupied(lowering: Lowering, root: Path = HERE) -> Iterator[Problem]:
     """Where the plan would save into the folder of a run that it does not go on with."""
     schedule = lowering.plan.recipe.schedule
-    if schedule.save is None or not (root / schedule.save / TRACKER).exists():
+    if schedule.save is None:
+        return
+    yield from taken(root / schedule.save, "schedule.save")
+    if not (root / schedule.save / TRACKER).exists():
+        if (
+            theirs := root / schedule.save / PLAN
+        ).exists():  # of a run that ended before its first step was saved, or somebody's
+            try:
+                same.read(theirs)
+            except Refused as refused:
+                hint = "name another folder, or take the file away"
+                yield from (replace(p, key="schedule.save", hint=hint) for p in refused.problems)
         return
     if schedule.load is None or (root / schedule.load).resolve() != (root / schedule.save).resolve():
         hint = f"`schedule.load={schedule.save}` goes on with it; or name another folder"

@@ -102,6 +102,7 @@ MACHINES = (
     Found("file-not-migrated", UNKNOWN, "a file of an older version is written in a way that nothing rewrites safely"),
     Found("file-not-yaml", UNKNOWN, "a config file is not YAML, has a key twice, or a number of base 8 or 60"),
     Found("file-unreadable", MACHINE, "a config file cannot be read"),
+    Found("optional-file", CONTRADICTION, "a file's `defaults` name one that may not be there"),
     Found("override-not-last", CONTRADICTION, "something follows an `override` in a file's `defaults`"),
     Found("group-twice", CONTRADICTION, "a file adds to a group of which the recipe has one file"),
     Found(

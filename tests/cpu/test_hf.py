@@ -749,6 +749,29 @@ def test_a_token_of_no_vocabulary_is_refused_in_whichever_prompt(token):
             generate._check(config, prompts, 1)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"prompt": "a", "tokens": [5]}', "line 2 of `{}` has a `prompt` and `tokens`"),  # the prompt was left out
+        ('{"prompt": "a", "text": "mine"}', "line 2 of `{}` has `text`, which is written here"),
+        ('{"tokens": [5], "new": 3}', "line 2 of `{}` has `new`, which is written here"),
+        ('{"tokens": [5], "ended": 3}', "line 2 of `{}` has `ended`, which is written here"),
+    ],
+)
+def test_nothing_of_a_line_is_left_out_or_replaced(prompts, text, said):
+    prompts.write_text('{"prompt": "a", "new": 1}\n' + text)
+    with pytest.raises(Refused, match=re.escape(said.format(prompts))):
+        list(generate._lines(prompts))
+
+
+@pytest.mark.parametrize(("name", "said"), [("/dev/zero", "is a device, and no file"), ("none", "holds no prompts")])
+def test_prompts_come_to_an_end_and_there_are_some(made, tmp_path, monkeypatch, capsys, name, said):
+    monkeypatch.chdir(tmp_path)
+    Path("none").write_text("\n")
+    assert generate.main([str(made("native")[1]), "--file", name, "--new", "2"]) == 2
+    assert f"`{name}` {said}" in capsys.readouterr().err
+
+
 def test_sampling_is_repeated_by_its_seed_and_bounded(made):
     model = open_model(made("native")[1], torch.float32)
     draw = lambda **kw: [t for (t,) in decode(model, [[1, 2, 3]], Options(20, **kw))]  # noqa: E731
@@ -1007,6 +1030,36 @@ def test_nothing_is_written_over(made, tmp_path, capsys):
     checkpoint, exported = made("native")
     assert command.main(["export", str(checkpoint), str(exported)]) == 2
     assert "is there already" in capsys.readouterr().err
+
+
+def test_nothing_is_written_into_an_export(made, tmp_path, capsys):
+    """Which would be refused from then on, with a file that nobody vouches for."""
+    checkpoint, exported = made("native")
+    was = sorted(exported.rglob("*"))
+    for asked in (
+        ["export", checkpoint, exported / "in"],
+        ["perplexity", exported, tmp_path, "--out", exported / "r.json"],
+    ):
+        assert command.main([*map(str, asked)]) == 2
+        assert f"`{exported}` is an export, which vouches" in capsys.readouterr().err
+    (tmp_path / "link").symlink_to("nowhere")
+    assert command.main(["export", str(checkpoint), str(tmp_path / "link")]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert sorted(exported.rglob("*")) == was
+
+
+def test_what_a_watch_cannot_do_is_said_before_it_waits(tmp_path):
+    """For a step, which may come hours later, or never to the folder of another."""
+    (tmp_path / "iter_0000003").mkdir()
+    (tmp_path / "iter_0000003" / "integrity.json").touch()
+    for step, dataset, device, said in (
+        ("", None, "cuda", "no `--dataset` is given"),
+        ("", tmp_path / "set", "tpu", "no device `tpu`"),
+        ("", tmp_path / "set", "cpu", f"there is no `{tmp_path}/set`"),
+        ("iter_0000003", None, "cpu", "is one step"),
+    ):
+        with pytest.raises(Refused, match=said):
+            watch.watch(tmp_path / step, tmp_path / "out", None, dataset, device, 3, 0.01, lambda _: None)
 
 
 def test_who_watches_a_folder_without_steps_is_told(made, tmp_path, monkeypatch):

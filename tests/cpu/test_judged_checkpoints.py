@@ -862,6 +862,16 @@ def test_where_a_run_may_save(tmp_path):
     assert objections() == ["schedule.save"]
     assert objections(f"schedule.load={tmp_path}/ckpt") == [] == objections(f"schedule.load={tmp_path}/other/../ckpt")
     assert objections(f"schedule.load={tmp_path}/other") == ["schedule.save"]
+    (tmp_path / "ckpt" / TRACKER).unlink()
+    checkpoint.sign(lowered(*save))  # and killed before its first step
+    assert objections("schedule.seed=7") == []
+    (tmp_path / "ckpt" / "plan.json").write_text("my own plan")
+    assert objections() == ["schedule.save"]  # it would be replaced
+    for name in ("nam_export.json", "receipt.json", "integrity.json"):
+        (tmp_path / "ckpt" / "plan.json").unlink(missing_ok=True)
+        (tmp_path / "ckpt" / name).touch()
+        assert objections() == ["schedule.save"]
+        (tmp_path / "ckpt" / name).unlink()
 
 
 def test_all_that_is_wrong_is_said_at_once(step):
