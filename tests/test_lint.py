@@ -1799,6 +1799,7 @@ MIXTRAL = " ".join(words(MOE | {"--moe-router-topk": None, "--untie-embeddings-a
         ("spec-words", "bert.yaml", "num_layers: 2\nspec: local", ("bert", "own")),
         ("not-positive", "e.sh", f"python evaluate.py {DESCRIBED} --seq-length -1", ("evaluate", "t")),
         ("unknown-variable", "l.sh", f"WIDTH=64\npython t.py {DESCRIBED} --kv-channels $SIZE", ("$SIZE", "$WIDTHS")),
+        ("unknown-variable", "l.sh", f"load_options=\npython t.py {DESCRIBED} $offload_option", ("$offload", "$laod")),
         ("unknown-variable", "l.sh", f"SIZE_2=64\npython t.py {DESCRIBED} --kv-channels $SIZE_1", ("SIZE_2", "SIZE1")),
         ("unknown-variable", "l.sh", f"HEAD_SIZES=$1\npython t.py {DESCRIBED} --kv-channels ${{HEAD_SIZES%/}}", ("${HEAD_S", "${HAED_S")),
         ("world-size", "w.sh", f"torchrun --nproc-per-node 1 train.py {DESCRIBED} {OF_ANOTHER} --own-world-size 8 "

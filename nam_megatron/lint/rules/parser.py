@@ -148,7 +148,7 @@ def _meant(t: Trouble, a: Args) -> bool:
 
 
 def _near(one: str, other: str) -> bool:
-    return alike(one, other) >= 0.7
+    return alike(one, other) >= 0.7 and abs(len(one) - len(other)) <= 2  # `offload` is no `load`
 
 
 def strangers(a: Args) -> tuple[str, ...]:
