@@ -1,6 +1,7 @@
 """Lint of Megatron's fields in the words of programs around it: verl, SkyRL, NeMo-RL, Primus, Python recipes and scripts."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -936,3 +937,13 @@ def test_what_a_layout_lacks_is_said_of_the_layout(layout, fix):
         f for f in lint(f"torchrun --nproc-per-node 2 pretrain_gpt.py {words}").findings if f.id == "pipeline-split"
     )
     assert found.flag == f"--pipeline-model-parallel-layout {layout}" and fix in found.fix
+
+
+@pytest.mark.parametrize("words", [SHAPE, "--hidden-size 64"])
+def test_what_is_not_known_of_a_script_or_its_environment_is_shown_as_it_is_written(words):
+    """The marks around it came out, which no terminal and no font has."""
+    text = f"export LOGS=$(hostname)/logs\ntorchrun --nproc-per-node 2 $(realpath .)/train_it.py {words} --lr 1e-4"
+    found = lint(text, "r.sh")
+    data = json.loads(report.as_json(found))
+    assert data["script"] == "$(realpath .)/train_it.py" and data["environment"] == {"LOGS": "$hostname/logs"}
+    assert "$(realpath .)/train_it.py" in (said := report.text(found)) and not re.search("[\ue000-\uf8ff]", said)

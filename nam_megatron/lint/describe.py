@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nam_megatron.blocks.mamba2.read import SIZES
 from nam_megatron.errors import counted
+from nam_megatron.lint.follow import shown
 from nam_megatron.lint.model import SYMBOLS, TITLES, Model, known, lacks
 from nam_megatron.lint.rules.companions import idle
 from nam_megatron.lint.rules.parser import ALIASES, IDLE, MEASURES, OLD, incomplete, left_open, own
@@ -202,7 +203,7 @@ def notes(a: Args, m: Model) -> Iterator[str]:
         whose = "of a program whose parser and defaults are not known here, or of another Megatron"
         yield f"no flags of Megatron {a.target.pin}: {', '.join(a.foreign[:8])}{more}; {whose}: of no flag is said that it lacks"
     if a.of_no_training:
-        yield f"{a.launch.script} is given neither layers nor a batch nor a length: what is not said here is left to it"
+        yield f"{shown(a.launch.script or '')} is given neither layers nor a batch nor a length: what is not said here is left to it"
     if unread := [a.written(name) for name in a.sure(*IDLE)]:
         yield f"read, and of no effect in this Megatron: {', '.join(unread)}"
     names = dict.fromkeys(ALIASES, "") | {name: f" ({hint})" for name, hint in OLD.items()}

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from nam_megatron import __version__
 from nam_megatron.errors import counted
 from nam_megatron.lint import Report, describe
+from nam_megatron.lint.follow import shown
 from nam_megatron.lint.rules import SEVERITIES, Finding
 from nam_megatron.lint.rules.rule import DEFAULT, without
 
@@ -116,9 +117,9 @@ def as_json(report: Report, more: Mapping[str, object] | None = None) -> str:
         "nam_megatron": __version__,
         "megatron_core": report.args.target.pin,
         "name": report.name,
-        "script": report.launch.script,
+        "script": report.launch.script and shown(report.launch.script),
         "gpus": report.args.launch.gpus,
-        "environment": dict(report.launch.env),
+        "environment": {name: value and shown(value) for name, value in report.launch.env.items()},
         "trains": describe.data(report),
         "findings": [
             {
@@ -155,7 +156,7 @@ def _headline(report: Report) -> str:
             "script": "a Python script",
         }[launch.kind]
         source = f"{source} of {launch.program}" if launch.program and launch.kind != "script" else source
-    return (launch.script or source) + (f" on {counted(launch.gpus, 'GPU')}" if launch.gpus else "")
+    return (shown(launch.script or "") or source) + (f" on {counted(launch.gpus, 'GPU')}" if launch.gpus else "")
 
 
 def _brief(flag: str) -> str:
