@@ -837,6 +837,22 @@ def test_damaged_shards_are_refused_by_name(copied, prompts, capsys, which):
     assert f"`{first}`" in refusal(copied, capsys)
 
 
+def test_a_tensor_of_another_size_or_type_than_the_plans_is_refused():
+    known = distributed.Checkpoint.__new__(distributed.Checkpoint)
+    known.folder, known.tensors, known.chunks = Path("step"), {"w": None}, {"w": ((2,), torch.float32, {})}
+    with pytest.raises(Refused, match=r"`w` is \[2\] in `step`, and \[3\] in the plan"):
+        known.read("w", (3,), torch.float32)
+    with pytest.raises(Refused, match=r"`w` is torch\.float32 in `step`, not torch\.bfloat16"):
+        known.read("w", (2,), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"), [("a/b", True), ("../a", False), ("/a", False), ("a\0", False), ("\udc80", False)]
+)
+def test_a_name_in_a_manifest_is_of_a_file_in_its_folder(name, is_one):
+    assert folder.inside(name) == is_one
+
+
 def test_shards_are_refused_without_the_manifests_help(copied):
     """The reader itself: hashes are no excuse for trusting a header."""
     config = NamConfig(
