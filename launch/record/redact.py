@@ -19,8 +19,9 @@ from nam_megatron.compile.plan import SECTIONS
 from nam_megatron.features.names import FEATURES
 
 # A variable is secret by a word of its name (`AWS_SECRET_ACCESS_KEY`) or by its name's end (`HFTOKEN`).
+SAID_BY = "KEYS?|TOKENS?|SECRETS?|PASS|PASSPHRASE|PASSWD|PASSWORD|PW|CREDENTIALS?|AUTH|COOKIE|DSN|PAT|JWT|BEARER|NETRC"
 SECRET_WORD = re.compile(
-    r"(^|_)(KEYS?|TOKENS?|SECRETS?|PASS|PASSPHRASE|PASSWD|PASSWORD|PW|CREDENTIALS?|AUTH|COOKIE|DSN|PAT|JWT|BEARER|NETRC)(_|$)"
+    rf"(^|_)({SAID_BY})(_|$)"
     r"|(KEY|TOKEN|SECRET|PASSWORD|PASSWD)$",
     re.IGNORECASE,
 )
@@ -36,7 +37,7 @@ SECRET_SHAPE = re.compile(
     r"|tskey-[\w-]{16,}|lsv2_\w{30,}|pscale_\w{30,}|whsec_\w{16,}|sbp_\w{30,}|dp\.[a-z]{2,5}\.\w{30,}|fm[12]_[\w+/=]{30,}|figd_[\w-]{30,}"
     r"|pat\w{14}\.[0-9a-f]{40,}|wandb_v1_\w{16,}|(?:LS0tLS1CRUdJTi|b3BlbnNzaC1rZXkt)[\w+/=]{16,}|[0-9a-f]{32}-us\d{1,2}(?!\d)"
     r"|(?:SK|AC)[0-9a-f]{32}|(?:IQoJb3JpZ2lu|FwoGZXIvYXdz)[\w+/=]{16,}|eyJ(?:[\w-]{8,}(?:\.[\w-]+){1,2}|[\w-]{16,})|arn:aws[\w:/+=,.@-]+)"
-    r"|(?:(?<=\.slack\.com/services/)|(?<=\.slack\.com/triggers/)|(?<=\.slack\.com/workflows/))[\w/]{16,}|(?<=telegram\.org/bot)[^\s/]{8,}|(?<=/api/webhooks/)\d{16,20}/[\w-]{30,}"
+    r"|(?:(?<=\.slack\.com/services/)|(?<=\.slack\.com/triggers/)|(?<=\.slack\.com/workflows/))[\w/]{16,}|(?<=telegram\.org/bot)[^\s/]{8,}|(?<=/webhookb2/)[^\s\"'<>]{16,}|(?<=/api/webhooks/)\d{16,20}/[\w-]{30,}"
     r"|\$(?:apr1|2[aby]|[156y]|argon2\w{1,2})\$[\w./$=,+-]{16,}"
     r"|-----BEGIN [A-Z ]{0,40}PRIVATE KEY[A-Z ]{0,40}-----[\s\S]*?(?:-----END [A-Z ]{0,40}-----|\Z)"
 )
@@ -44,7 +45,7 @@ BEGINNINGS = (
     "hf_", "gh", "github_pat_", "gl", "sk", "rk_", "nvapi-", "xox", "xapp-", "akia", "asia", "aroa", "aida", "agpa", "anpa", "ltai",
     "aiza", "ya29", "1//0", "gocspx-", "googleusercontent", "8q~", "sg.", "npm_", "pypi-", "_v1_", "dapi", "shp", "sq0", "key-",
     "hv", "s.", ".atlasv1.", "pmak-", "nrak-", "lin_api_", "r8_", "ntn_", "xai-", "pplx-", "pcsk_", "lsv2_", "pscale_", "whsec_", "sbp_",
-    "dp.", "fm1_", "fm2_", "figd_", "pat", "ls0tls1", "b3blbnnz", "-us", "webhooks", "slack.com", "ac", "eyj", "arn:aws", "$", "-----begin",
+    "dp.", "fm1_", "fm2_", "figd_", "pat", "ls0tls1", "b3blbnnz", "-us", "webhook", "slack.com", "ac", "eyj", "arn:aws", "$", "-----begin",
     "iqoj", "fwog", "telegram.org",
 )  # fmt: skip
 # Those that begin with nothing of their own: bot tokens, ids of clouds, a secret access key.
@@ -63,7 +64,7 @@ LONG = re.compile(r"[\w/+-]{24}|\d{8}[:-]")
 SECRET_NAME = (
     r"(?:pass(?:word|wd|phrase)?|pwd|secret|token|api[_-]?key|apikey|access[_-]?key(?:[_-]?id)?|auth|credentials?|signature|sig"
     r"|private[_-]?key|account[_-]?key|shared[_-]?key|shared[_-]?access[_-]?(?:key|signature)|encryption[_-]?key|client[_-]?id|tenant[_-]?id"
-    r"|subscription[_-]?id|psk|key[_-]?pair[_-]?id|security[_-]?token|session[_-]?id)"
+    r"|subscription[_-]?id|psk|passcode|pat|dsn|jwt|bearer|pw|key[_-]?pair[_-]?id|security[_-]?token|session[_-]?id)"
 )
 # Up to the quote that it began with, or in one word.
 QUOTED = r"(?:(?<=\")[^\"\r\n]+|(?<=')[^'\r\n]+|[^\s\"']+)"
@@ -71,7 +72,7 @@ MORE = r"(?:[\"']\s{0,4}\+?\s{0,4}[\"'][^\s\"']+)*"  # of a text in pieces
 APART = r"(?:[ \t]{0,40}|\s{0,8})"
 GIVEN = re.compile(
     rf"(?i)((?:^|[^a-z])(?:[\w-]{{0,40}}[_-])?(?:(?:access|session|refresh|secret|client|api|db|user|pg){{1,2}})?{SECRET_NAME}"
-    rf"(?:[_-]?(?:key|token|secret|id|value|cookie|base)){{0,2}}[\"']?{APART}(?:=>|:{{0,2}}=|:|%3D|：){APART}(?:\x1b\[[\d;]{{0,8}}m)?\(?[\"']?)(?![\"']?<){QUOTED}{MORE}"
+    rf"(?:[_.-]?(?:key|token|secret|id|value|cookie|base|string)){{0,2}}[\"']?{APART}(?:=>|:{{0,2}}=|:|%3D|：){APART}(?:\x1b\[[\d;]{{0,8}}m)?\(?[\"']?)(?![\"']?<){QUOTED}{MORE}"
     rf"(?:\s=\s[\"']?[^\s\"']+)?"  # behind its type
 )
 # "the password is ...", "your API key ...": letters and digits, or it is a word of the sentence.
@@ -82,9 +83,9 @@ SAID = re.compile(
 # The wider net: whatever ends like a secret's name, whatever parts it from its value (quotes, brackets, tags, arrows, cells of a table,
 # colours, dots, a call, the `value` beside a `name`), and a value of letters and digits. Parts of a checkpoint are called keys, too.
 PARTED = (
-    r"(?:\x1b\[[\d;]{0,12}m|%(?:25){0,2}(?:3D|3A|22)|\b[a-z]{0,12}val(?:ue)?\b|\b(?:is|was|with|to|provided|content|invalid|int)\b|<-|<?\b\w{1,16}\((?=[\"'])|\b[a-z]{1,12}\(\d{1,6}\)"
-    r"|\bb(?=[\"'])|[&!]{1,2}\w{1,20}\s|</?\w{1,16}>|\[\w{1,12}\]|\.{2,64}+|[ \t]{1,40}+|:\s\w{1,16}\s=|"
-    r"[\"'`(*\\\s,;:=?>|\])}\u2190-\u21ff\u2500-\u257f\u200b\ufeff\uff1d\uff1a-]){1,16}"
+    r"(?:\x1b\[[\d;]{0,12}m|%(?:25){0,2}(?:3D|3A|22)|\b[a-z]{0,12}val(?:ue)?\b|\b(?:is|was|set|with|to|provided|content|invalid|int)\b|<-|<?\b\w{1,16}\((?=[\"'])|\b[a-z]{1,12}\(\d{1,6}\)"
+    r"|\bb(?=[\"'])|[&!]{1,2}\w{1,20}\s|</?\w{1,16}>|<!\[CDATA\[|\[\w{1,12}\]|\.{2,64}+|[ \t]{1,40}+|:\s\w{1,16}\s=|"
+    r"[\"'`(\[{*\\\s\x00,;:=?>|\])}\u2190-\u21ff\u2500-\u257f\u200b\ufeff\uff1d\uff1a-]){1,16}"
 )
 NOUN = r"(?:pass(?:word|wd|phrase)|(?<=[_-])pass|secret|token|credentials?|key|signature)"
 NO_PART = r"(?!(?:decoder|model|module|optimizer|embedding|mtp|output_layer|lm_head|layers)[._])"
@@ -92,6 +93,11 @@ NAMED = re.compile(
     rf"(?i)({NOUN}(?:[_-]?(?:id|value|key|token|secret|data|cookie))?s?{PARTED})"
     rf"{NO_PART}(?!\[\w{{1,16}}\]:)(?![\w.-]{{0,64}}{NOUN}s?[\"'\s])"
     rf"(?=[^\s\"'<]{{0,64}}[a-z])(?=[^\s\"'<]{{0,64}}\d)(?:[^\s\"'<]{{12,}}|[A-Za-z0-9!@#%^*~+/-]{{8,}}(?![\w.(\[])){MORE}"
+)
+# A variable of another process, whose values nobody knows: `HF_TOKEN_2=...`.
+VARIABLE = re.compile(
+    rf"((?<![A-Z0-9_])(?:[A-Z0-9]{{1,20}}_){{0,6}}(?:{SAID_BY})(?:_[A-Z0-9]{{1,20}}){{0,6}}[\"']?\s{{0,4}}[=:]\s{{0,4}}[\"']?)"
+    r"(?!<)(?=[^\s\"']{0,64}[A-Za-z])(?=[^\s\"']{0,64}\d)[^\s\"']{8,}"
 )
 # The value before its name.
 VALUE_FIRST = re.compile(
@@ -133,9 +139,10 @@ KUBERNETES = re.compile(r"((?:[\"'](?:stringD|d)ata[\"']:|\bcookies[\"']?\s{0,4}
 NEEDS = {
     HEADER: ("authorization", "cookie", "x-"),
     SCHEME: ("bearer", "basic", "digest", "negotiate"),
-    GIVEN: ("pass", "pwd", "secret", "token", "key", "auth", "credential", "sig", "id", "psk"),
+    GIVEN: ("pass", "pwd", "secret", "token", "key", "auth", "credential", "sig", "id", "psk", "pat", "dsn", "jwt", "bearer", "pw"),
     SAID: ("pass", "pw", "secret", "token", "key", "auth"),
     NAMED: ("pass", "secret", "token", "credential", "key", "signature"),
+    VARIABLE: ("pass", "pw", "secret", "token", "key", "auth", "credential", "cookie", "dsn", "pat", "jwt", "bearer", "netrc"),
     KEY_HEX: ("key", "logged in with"),
     VALUE_FIRST: ("value",),
     NETRC: ("password", "token", "secret", "api-key", "api_key", " clone ", "-p", "-u", "literal", "redis-cli", "openssl", "ssh-keygen",

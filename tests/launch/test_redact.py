@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from launch.record import receipt
-from launch.record.redact import FIGURE, RECORDED, SHORT, Redactor, published, shapeless, telling
+from launch.record.redact import FIGURE, RECORDED, SAID_BY, SHORT, Redactor, published, shapeless, telling
 
 SECRET_NAMES = st.sampled_from(
     [
@@ -348,3 +348,34 @@ def test_an_ordinary_word_is_no_secret_that_texts_are_searched_for(word):
 )
 def test_an_address_of_a_private_network_is_hidden(address):
     assert address not in Redactor({}).text(f"rank 0 at {address} port 29500")
+
+
+@pytest.mark.parametrize("word", SAID_BY.replace("S?", "S").split("|"))
+def test_what_names_a_secret_variable_names_it_in_a_log(word):
+    """Of another process, whose values nobody knows: in any place of the name."""
+    for name in (word, f"ACME_{word}", f"{word}_ACME", f"ACME_{word}_2"):
+        for line in (
+            "{}=aB3dE6gH9jK2mN5p",
+            "export {}='aB3dE6gH9jK2mN5p'",
+            "{}: aB3dE6gH9jK2mN5p",
+            '{{"{}": "aB3dE6gH9jK2mN5p"}}',
+        ):
+            assert "aB3d" not in Redactor({}).secrets(line.format(name))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '"api_keys": ["{}"]', '"token": {{"value": "{}", "ttl": 3}}', '"SecretString": "{}"', "<password><![CDATA[{}]]></password>",
+        "x.py\0--api-key\0{}", "token set to {}", "passcode: {}", "db.password.value={}",
+        "https://a.webhook.office.com/webhookb2/{}/IncomingWebhook/{}",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("secret", ["XrBg8CXL0M9iq1cvmlyfbdcJ", "a6vIuB1Hvx7", "0f3c9d2e7b"])
+def test_what_an_attack_had_shown_is_hidden(line, secret):
+    assert secret not in Redactor({}).secrets(line.format(secret, secret))
+
+
+@pytest.mark.parametrize("line", ["MAX_TOKENS=4096", "EOS_TOKEN='</s>'", "keys [1, 2, 3], tokens [65,536]"])
+def test_names_of_tokens_hide_no_figures(line):
+    assert Redactor({}).secrets(line) == line
