@@ -97,7 +97,7 @@ GROUPS = {
             "tests/test_flags.py::test_a_value_its_flag_cannot_say_is_our_mistake",
             "tests/test_translate.py -k plan", "tests/test_effect.py::test_a_leak_is_stopped",
             "tests/test_lower.py::test_refusal", "tests/test_schema.py::test_what_is_made_of_the_code_is_current",
-            f"tests/test_plan.py {SLOW_PLAN}", f"tests/test_recipe.py {SLOW_RECIPE}", "tests/test_judges.py",
+            f"tests/test_plan.py {SLOW_PLAN}", f"tests/test_recipe.py {SLOW_RECIPE}", "tests/test_wishes.py", "tests/test_judges.py",
             f"tests/test_lower.py {SLOW_LOWER}", "tests/test_verify.py::test_variant_is_what_megatron_builds",
             "tests/test_verify.py::test_yarn_is_compared_where_it_is_read",
             "tests/test_public.py -k nemotron_h_8b", "tests/cpu/test_effect_modules.py::test_every_place_tells_the_same_of_a_kind",
