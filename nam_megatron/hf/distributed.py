@@ -10,13 +10,14 @@ import pickle
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, FileSystemWriter, metadata
 from torch.distributed.checkpoint import save as save_checkpoint
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from nam_megatron.blocks.exported import Tensor
 from nam_megatron.compile.argv import plan_json
@@ -157,12 +158,19 @@ class Lazy:
 class _Planner(DefaultSavePlanner):
     """Knows lazy tensors by empty ones of their shape, and frees what was made for writing once the next is asked for: torch 2.11's writer
     keeps every tensor until its file is whole.
+
+    Each expert is a piece of its own, as Megatron saves it: its reader asks for one after the other, and reads a whole piece for each.
     """
 
     def __init__(self, lazy: Mapping[str, Lazy]):
         super().__init__(flatten_state_dict=False)
         self.lazy = lazy
         self.written: torch.Tensor | None = None
+        self.held: tuple[str, torch.Tensor] | None = None  # the experts that are written just now
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        return replace(plan, items=[part for item in plan.items for part in _parts(item)])
 
     def resolve_data(self, write_item: Any) -> Any:
         if self.written is not None:
@@ -177,8 +185,35 @@ class _Planner(DefaultSavePlanner):
         return value
 
     def lookup_object(self, index: metadata.MetadataIndex) -> Any:
+        if index.offset is None or not _by_expert(index.fqn):
+            self.held = None
+            return self._given(index)
+        if self.held is None or self.held[0] != index.fqn:
+            self.held = None
+            self.held = index.fqn, self._given(replace(index, offset=None))
+        (expert, *_) = index.offset
+        return self.held[1][expert : expert + 1]
+
+    def _given(self, index: metadata.MetadataIndex) -> Any:
         found = self.lazy.get(index.fqn)
         return super().lookup_object(index) if found is None else found.read()
+
+
+def _by_expert(key: str) -> bool:
+    """Whether the first axis of a tensor counts experts, as that of an adapter does not."""
+    return ".mlp.experts.experts." in key and ".adapter." not in key
+
+
+def _parts(item: WriteItem) -> Iterator[WriteItem]:
+    whole = item.tensor_data
+    if whole is None or not _by_expert(item.index.fqn):
+        yield item
+        return
+    sizes = torch.Size((1, *whole.size[1:]))
+    for expert in range(whole.size[0]):
+        chunk = metadata.ChunkStorageMetadata(torch.Size((expert, *[0] * (len(sizes) - 1))), sizes)
+        index = replace(item.index, offset=chunk.offsets)
+        yield replace(item, index=index, type=WriteItemType.SHARD, tensor_data=replace(whole, chunk=chunk))
 
 
 def model_keys(tensors: list[Tensor]) -> set[str]:

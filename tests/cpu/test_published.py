@@ -772,6 +772,17 @@ def test_nams_lanes_are_no_published_architecture(name):
 
 # Adapters ----------------------------------------------------------------------------------------------------------------
 
+def test_each_expert_is_a_piece_of_its_own(made):
+    """Megatron asks for one after the other, and torch reads the whole piece for each: all in one are read as often as there are experts."""
+    _, _, weights = made("mixtral")
+    step = weights / "release"
+    (shape, _, pieces) = distributed.Checkpoint(step).chunks["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"]
+    assert shape[0] > 1 and [*pieces] == [(expert, 0, 0) for expert in range(shape[0])]
+    assert {*pieces.values()} == {(1, *shape[1:])}
+    others = [key for key, (_, _, of) in distributed.Checkpoint(step).chunks.items() if len(of) != 1]
+    assert others and all(".mlp.experts.experts." in key for key in others)
+
+
 LORA = {"rank": 4, "alpha": 8, "targets": None}
 ADAPTED = {
     "self_attention.linear_qkv": (128, 64),
