@@ -63,8 +63,8 @@ FP32 = Limits(
 
 # How often a comparison's own noise it may be off by, and the limit from which on it says nothing.
 TIMES, BLUNT = 4.0, 0.5
-# A tensor of fewer numbers shares its noise with its like in all layers, and that the other often: one draw of a normal noise is below a
-# fourth of another in one case of six, and six times the root mean square of twelve in one of 17,000.
+# A tensor of fewer numbers, or a norm, shares its noise with its like in all layers, and that the other often: one draw of a normal noise
+# is below a fourth of another in one case of six, and six times the root mean square of twelve in one of 17,000.
 FEW, TIMES_OF_FEW = 8, 6.0
 NEAR = 10.0  # times its limit in fp32 that a comparison may be off by for rounding to be asked about
 
@@ -88,7 +88,7 @@ def _own(noise: Iterable["Row"]) -> dict[tuple[str, int, Any], float]:
     for row in noise:
         if row.what != START:
             own[row.at] = max(own[row.at], TIMES * row.off)
-        if row.what in (GRADIENT, WEIGHT) and 0 < row.elements < FEW:
+        if row.what in (FORTH, GRADIENT, WEIGHT) and 0 < row.elements < FEW:
             alike[row.what, row.step, re.sub(r"\d+", "*", row.name.rpartition(".")[0])].append(row)
     for few in alike.values():
         shared = TIMES_OF_FEW * sqrt(sum(row.off**2 for row in few) / len(few))
@@ -102,8 +102,10 @@ def may_be_rounding(found: Iterable["Row"]) -> bool:
     return bool(bad) and all(r.what in (FORTH, LOSS, GRADIENT, WEIGHT) and r.off <= NEAR * r.limit for r in bad)
 
 
-def rounded(found: Iterable["Row"], noise: Sequence["Row"]) -> tuple["Row", ...]:
-    """What differs in fp32, by its own noise: of one rank from weights of which each was moved by about a rounding of fp32.
+def rounded(found: Iterable["Row"], noise: Sequence["Row"], by: str) -> tuple["Row", ...]:
+    """What differs, by its own noise.
+
+    by: whose noise that is: one rank's from weights of which each was moved by about a rounding of fp32, or, in bf16, one rank's in fp32.
 
     Noise that sends a token to another expert, or is as large as a choice makes it, is no rounding's, and changes nothing here.
     """
@@ -111,7 +113,7 @@ def rounded(found: Iterable["Row"], noise: Sequence["Row"]) -> tuple["Row", ...]
     told = []
     for row in found:
         if not row.agrees and own.get(row.at, 0.0) >= row.off:
-            note = f"its limit is what rounding may make of it, by one rank from shaken weights: {own[row.at]:.1e}"
+            note = f"its limit is what rounding may make of it, by {by}: {own[row.at]:.1e}"
             row = replace(row, limit=own[row.at], note=note)
         told.append(row)
     return tuple(told)
@@ -121,7 +123,7 @@ def rounded(found: Iterable["Row"], noise: Sequence["Row"]) -> tuple["Row", ...]
 class Row:
     """One compared thing. off: relative difference, in norm; of counts: the share of tokens. note: what is wrong beyond a number.
 
-    elements: of a tensor, all ranks together; 0 of what is none.
+    elements: of a tensor, all ranks together; 1 of a norm, 0 of what is none.
     """
 
     what: str
@@ -249,7 +251,8 @@ def _scalars(
         if step in wanted and hooked(plan):
             seen = sqrt(sum(ours_outputs.get((step, module), [])))
             limit = limits.of(FORTH, step, module, same)
-            yield Row(FORTH, step, module, _relative(seen, sqrt(squares)), limit, *_of_key(plan, f"{module}."))
+            off, place = _relative(seen, sqrt(squares)), _of_key(plan, f"{module}.")
+            yield Row(FORTH, step, module, off, limit, *place, elements=1)
     for (step, index), ((loss, tokens),) in losses.items():
         if step not in wanted:
             continue

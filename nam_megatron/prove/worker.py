@@ -41,7 +41,8 @@ class Side:
 
     folder: where the reference's tensors are, the checkpoints and this side's findings. name: of its findings. reference: it writes
     tensors and the checkpoint from which all others begin. saves: it writes a checkpoint after step 1, its optimizer included; resume:
-    the side whose checkpoint this one goes on from. shaken: its weights are moved first, each by about a rounding.
+    the side whose checkpoint this one goes on from. shaken: its weights are moved first, each by about a rounding. exact: in fp32, as a
+    CPU always does, from the reference's tensors.
     """
 
     lowering: Lowering
@@ -52,17 +53,19 @@ class Side:
     resume: str = ""
     saves: bool = False
     shaken: bool = False
+    exact: bool = False
 
 
 def words(side: Side) -> list[str]:
     """Megatron's arguments: the plan's, but for the checkpoints and, on a CPU, for the precision."""
     said = list(argv(side.lowering))
-    if side.device == "cpu":
+    if side.device == "cpu" or side.exact:
         said.remove("--bf16")
+    if side.device == "cpu":
         said += ["--ddp-bucket-size", str(BUCKET)]
     if side.resume:
         said += ["--load", str(side.folder / side.resume), "--no-load-rng"]
-    elif not side.reference and not _sharded(side):
+    elif not side.reference and not _is_filled(side):
         said += ["--load", str(side.folder / BEGIN), "--no-load-rng", "--finetune", "--no-load-optim"]
     return said
 
@@ -71,6 +74,8 @@ def run(side: Side, before: Callable[[], object] | None = None) -> int:
     """Train this rank's part of `side` to the end. `before`: called once everything is imported; tests plant their bugs there."""
     for env in side.lowering.env:  # before libraries are imported that look at it once
         env.put(os.environ)
+    if side.exact:  # Transformer Engine gives fp32 to cuBLAS as TF32, which has hardly more bits than bf16
+        os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
     from megatron.training import training
 
     from nam_megatron.runtime import pretrain, stack
@@ -80,7 +85,7 @@ def run(side: Side, before: Callable[[], object] | None = None) -> int:
     pretrain.datasets.is_distributed = True
     watch = Watch(side)
     training.train_step = partial(watch.step, training.train_step)
-    if _sharded(side):
+    if _is_filled(side):
         _filled(side, pretrain.NamModelBuilder)
     if before is not None:
         before()
@@ -89,12 +94,13 @@ def run(side: Side, before: Callable[[], object] | None = None) -> int:
     return 0
 
 
-def _sharded(side: Side) -> bool:
-    return side.lowering.plan.recipe.feature.megatron_fsdp is not None
+def _is_filled(side: Side) -> bool:
+    """Whether it reads no checkpoint of the reference's: Megatron-FSDP reads its own alone, and fp32 is not what was saved."""
+    return side.exact or side.lowering.plan.recipe.feature.megatron_fsdp is not None
 
 
 def _filled(side: Side, builder: Any) -> None:
-    """Megatron-FSDP reads no checkpoint but its own: the reference's weights go into the model before it is wrapped."""
+    """The reference's weights go into the model before it is wrapped."""
     build = builder.build_model
 
     def filled(*args: Any, **named: Any) -> Any:

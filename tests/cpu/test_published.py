@@ -772,8 +772,9 @@ def test_nams_lanes_are_no_published_architecture(name):
 
 # Adapters ----------------------------------------------------------------------------------------------------------------
 
+
 def test_each_expert_is_a_piece_of_its_own(made):
-    """Megatron asks for one after the other, and torch reads the whole piece for each: all in one are read as often as there are experts."""
+    """Megatron asks for one after the other, and torch reads a whole piece for each: all in one are read once for each expert."""
     _, _, weights = made("mixtral")
     step = weights / "release"
     (shape, _, pieces) = distributed.Checkpoint(step).chunks["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"]

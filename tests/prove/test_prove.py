@@ -684,19 +684,19 @@ def test_what_rounding_does_to_one_rank_too_is_no_difference():
     """By its own noise, told in a note; neither far off, nor in counts, nor where the noise sent a token elsewhere."""
     noise = [row(GRADIENT, 4e-6, name="a")]
     near, far = (row(GRADIENT, off, name="a") for off in (1.5e-5, 1.7e-5))
-    (told,) = compare.rounded([near], noise)
-    assert told.agrees and told.note.endswith("shaken weights: 1.6e-05") and told.limit == pytest.approx(1.6e-5)
+    (told,) = compare.rounded([near], noise, "it")
+    assert told.agrees and told.note.endswith("by it: 1.6e-05") and told.limit == pytest.approx(1.6e-5)
     for other in (far, replace(near, name="b"), replace(near, step=2)):
-        assert compare.rounded([other], noise) == (other,)
-    assert compare.rounded([near], [*noise, row(COUNT, 0.01, 4, name="router")]) == (near,)
-    assert compare.rounded([near], [row(GRADIENT, 1.1e-4, name="a")]) == (near,), "noise as large as a choice makes it"
+        assert compare.rounded([other], noise, "it") == (other,)
+    assert compare.rounded([near], [*noise, row(COUNT, 0.01, 4, name="router")], "it") == (near,)
+    assert compare.rounded([near], [row(GRADIENT, 1.1e-4, name="a")], "it") == (near,), "as large as a choice makes it"
     assert compare.may_be_rounding([near, row(LOSS, 0.0)]) and not compare.may_be_rounding([row(LOSS, 0.0)])
     for other in (row(GRADIENT, 1.1e-4), row(COUNT, 0.01), row(compare.START, 1.1e-5)):
         assert not compare.may_be_rounding([near, other])
 
 
-def test_one_rank_is_shaken_once_and_only_where_no_limit_knows_its_noise(monkeypatch):
-    """On a GPU each comparison has its own noise already; a part that broke has nothing to be judged."""
+def test_one_rank_is_shaken_once_and_only_where_no_limit_knows_its_noise(monkeypatch, capsys):
+    """A part that broke has nothing to be judged, and a run that broke judges nothing."""
     bench, shaken = proof.Bench(load("nam56r", ("cluster=h200_1",))), []
     noise = proof.Part("shaken", (row(GRADIENT, 4e-6, name="a"),))
     monkeypatch.setattr(bench, "_shaken", lambda: shaken.append(1) or noise)
@@ -704,8 +704,41 @@ def test_one_rank_is_shaken_once_and_only_where_no_limit_knows_its_noise(monkeyp
     for part in (near, near, replace(near, rows=(row(GRADIENT, 0.0),)), replace(near, broken="it broke")):
         assert (bench.judged(part).first is None) == (not part.broken)
     assert len(shaken) == 1
-    bench.device, bench._noise = "cuda", None
-    assert bench.judged(near) is near and len(shaken) == 1
+    bench._noise, noise = None, proof.Part("shaken", (), "it is full")
+    assert bench.judged(near) == near and capsys.readouterr().err == "> shaken: it is full\n"
+
+
+def test_a_gpu_asks_fp32_for_norms_and_for_nothing_else(monkeypatch):
+    """A norm is one number, and its noise one draw, which all layers share; the rest has noise of its own. Tokens may go elsewhere."""
+    bench = proof.Bench(load("nam56r", ("cluster=h200_1",)))
+    bench.device = "cuda"
+
+    def part(*found):
+        rows = (replace(row(what, off, name=f"layers.{n}", step=2), limit=0.0625, elements=1) for what, n, off in found)
+        return proof.Part("one rank in fp32", tuple(rows))
+
+    def judged(*found):
+        found = bench.judged(part(*found)).rows
+        return [x.name for x in found if not x.agrees], {x.note for x in found if x.note}
+
+    noise = part((FORTH, 1, 0.05), (FORTH, 2, 0.01), (GRADIENT, 3, 0.05), (COUNT, 4, 0.01))
+    monkeypatch.setattr(bench, "_in_fp32", lambda: noise)
+    shared = 6 * sqrt((0.05**2 + 0.01**2) / 2)
+    notes = {f"its limit is what rounding may make of it, by one rank in fp32: {shared:.1e}"}
+    assert judged((FORTH, 1, 0.21), (FORTH, 2, 0.2)) == ([], notes)
+    assert judged((FORTH, 1, 0.22), (FORTH, 2, 0.05)) == (["layers.1"], set())
+    assert judged((FORTH, 1, 0.1), (GRADIENT, 3, 0.07)) == (["layers.1", "layers.3"], set())
+
+
+def test_one_rank_in_fp32_begins_with_the_references_weights():
+    lowering = cut.pair(load("nam56r_native_dp", ("cluster=h200_1",)), "cuda", 1).reference
+    on_gpu = worker.Side(lowering, Path("folder"), "cuda", "exact", exact=True)
+    assert not {"--bf16", "--load"} & {*worker.words(on_gpu)} and "--bf16" in worker.words(replace(on_gpu, exact=False))
+    with proof.Bench(load("nam56r_native_dp", ("cluster=h200_1",)), steps=1) as bench:
+        assert not bench.begin().broken
+        exact = bench._in_fp32()
+    assert not exact.broken and all(row.agrees for row in exact.rows)
+    assert {compare.START, FORTH, GRADIENT} <= {row.what for row in exact.rows}
 
 
 def test_a_run_that_says_nothing_is_not_equal_to_another(monkeypatch):
