@@ -740,7 +740,8 @@ FILES = {
     "base 60": (b"# @package _global_\na: &a [1, 1:30.5, *a]\n", "preset/mine.yaml:2: `1:30.5` is 90.5 in YAML", "colon"),
     "a control character": (b"a: 1\x00\n", "preset/mine.yaml is not YAML: unacceptable character #x0000", "check quotes"),
     "a Python object": (
-        b"# @package _global_\na: !!python/name:os.system\n", "preset/mine.yaml:2 is not YAML: could not determine", "check"),
+        b"# @package _global_\na: !!python/name:os.system\n", "preset/mine.yaml:2: `!!python/name:os.system` is of no value", "tag"),
+    "a set": (b"# @package _global_\nmodel:\n  letters: [!!set {A, B}]\n", "preset/mine.yaml:3: `!!set` is of no value", "tag"),
     "defaults that are none": (b"# @package _global_\ndefaults: 3\n", "defaults must be a list (got int)", "--help"),
     "a default that is not there": (
         b"# @package _global_\ndefaults:\n  - nam56r\n  - override /lane: nemo\n  - _self_\n", "no lane `nemo` @ lane", "author_dp"),
@@ -755,6 +756,12 @@ def test_bad_files(case, here):
     (here / "preset").mkdir()
     (here / "preset" / "mine.yaml").write_bytes(content)
     one_error(warm("--config-dir", ".", "conf=mine", cwd=here), *parts)
+
+
+def test_a_date_is_text(here):
+    (here / "preset").mkdir()
+    (here / "preset" / "mine.yaml").write_bytes(GOOD + b"schedule: {seed: 2026-11-30}\n")
+    assert 'must be an integer, not "2026-11-30" (str)' in warm("--config-dir", ".", "conf=mine", cwd=here).err
 
 
 def test_a_file_of_ones_own(here):

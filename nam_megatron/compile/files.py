@@ -27,8 +27,11 @@ from nam_megatron.words.nested import compose
 HEADER = 512  # characters in which Hydra looks for its header
 MOST = 100_000  # values of a file, each use of an anchor counted
 MOST_BYTES = 2**21  # of a file; YAML is read at a megabyte a second and more than once
-NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-NO_NAMES = (*NUMBERS, "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null", "tag:yaml.org,2002:timestamp")
+TAG = "tag:yaml.org,2002:"
+NUMBERS = (TAG + "int", TAG + "float")
+# Of what a key may have; a date is text to OmegaConf.
+VALUES = {TAG + name for name in ("str", "int", "float", "bool", "null", "seq", "map", "merge", "timestamp")}
+NO_NAMES = (*NUMBERS, TAG + "bool", TAG + "null", TAG + "timestamp")
 OTHER_BASE = re.compile(r"[-+]?0[0-7_]*[1-7][0-7_]*|.*:.*")
 Seen = dict[Path, tuple[int, int, int] | None]  # files as they were when they were looked for
 GLOBAL = ("preset", "overlay")  # groups whose files lay themselves over the whole recipe
@@ -210,10 +213,13 @@ def in_use() -> set[str]:
 
 
 def _misread(root: yaml.Node | None, file: Path) -> Iterator[Problem]:
-    """What is no name where YAML takes a key; `010`, which is 8 in YAML 1.1, and `1:30`, 90."""
+    """What is no name where YAML takes a key; `010`, which is 8 in YAML 1.1, and `1:30`, 90; a value of a kind that no key has."""
     left, seen = [root], set()
     while left:
         node = left.pop()
+        if node is not None and node.tag not in VALUES:
+            message = f"{short(file)}:{node.start_mark.line + 1}: `{node.tag.replace(TAG, '!!')}` is of no value that a key has"
+            yield Problem(message, hint="leave the tag out", law="file-not-yaml")
         if isinstance(node, yaml.CollectionNode) and id(node) not in seen:
             seen.add(id(node))  # an anchor may stand in itself
             left += [child for part in node.value for child in (part if isinstance(part, tuple) else (part,))]
