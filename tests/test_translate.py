@@ -174,6 +174,9 @@ def test_out_leaves_alone_what_says_of_itself_what_it_is(here):
         below = "1/in/it" if number == 1 else number
         one_error(warm(*other, f"out={below}", cwd=here), "nothing else belongs there @ out", "a place of its own")
         assert [path.name for path in (here / str(number)).iterdir()] == [name]
+    (here / "link").symlink_to("1/in")
+    one_error(warm(*other, "out=link/it", cwd=here), "nothing else belongs there @ out", "a place of its own")
+    assert warm(*other, "out=1/../beside", cwd=here).code == 0
     assert (here / "runs" / "plan.json").read_text() == was
 
 

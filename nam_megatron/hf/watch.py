@@ -20,6 +20,7 @@ from nam_megatron.hf.perplexity import perplexity
 from nam_megatron.runtime import checksums
 from nam_megatron.tracker import RELEASE, newest, word
 from nam_megatron.words.regular import irregular
+from nam_megatron.words.taken import taken
 from nam_megatron.words.whole import write_whole
 
 
@@ -45,6 +46,7 @@ def watch(
     raise_if(absent(device))
     if dataset is not None:  # not once the first step has come, hours later
         manifest.read(dataset)
+    raise_if(taken(out))
     if (checkpoint / checksums.NAME).is_file():
         raise Refused(f"`{checkpoint}` is one step", hint=f"the run's folder is `{checkpoint.absolute().parent}`")
     last = None

@@ -1076,6 +1076,9 @@ def test_what_a_watch_cannot_do_is_said_before_it_waits(tmp_path):
     ):
         with pytest.raises(Refused, match=said):
             watch.watch(tmp_path / step, tmp_path / "out", None, dataset, device, 3, 0.01, lambda _: None)
+    (tmp_path / "nam_export.json").touch()
+    with pytest.raises(Refused, match=f"`{tmp_path}` is an export"):
+        watch.watch(tmp_path / "iter_0000003", tmp_path, None, None, "cpu", 3, 0.01, lambda _: None)
 
 
 def test_who_watches_a_folder_without_steps_is_told(made, tmp_path, monkeypatch):
