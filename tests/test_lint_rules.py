@@ -107,6 +107,14 @@ def test_one_flag_steps_in_these_traps_and_no_other(letter):
     assert differing == {}
 
 
+@pytest.mark.parametrize(
+    ("flag", "rules_"), [("mscale", ["idle-flag"]), ("rotary-scaling-factor", ["rope-scaling-of-yarn"])]
+)
+def test_what_yarn_alone_reads_is_told_beside_llamas_scaling(flag, rules_):
+    base = BASES["t"] | {"--use-rope-scaling": True}
+    assert [f.id for f in found(base | {f"--{flag}": "0.7"}) if f.id not in {g.id for g in found(base)}] == rules_
+
+
 def test_every_rule_that_flags_can_step_into_is_in_the_table():
     of_scripts = {"not-the-plan", "not-built"}
     assert TABLE.keys() >= CASES.keys() and TABLE.keys() <= set(rules.BY_ID) - of_scripts
