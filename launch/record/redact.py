@@ -94,10 +94,10 @@ NAMED = re.compile(
     rf"{NO_PART}(?!\[\w{{1,16}}\]:)(?![\w.-]{{0,64}}{NOUN}s?[\"'\s])"
     rf"(?=[^\s\"'<]{{0,64}}[a-z])(?=[^\s\"'<]{{0,64}}\d)(?:[^\s\"'<]{{12,}}|[A-Za-z0-9!@#%^*~+/-]{{8,}}(?![\w.(\[])){MORE}"
 )
-# A variable of another process, whose values nobody knows: `HF_TOKEN_2=...`.
+# A variable of another process, whose values nobody knows: `HF_TOKEN_2=...`, but `TRAIN_TOKENS=1.2e+12`.
 VARIABLE = re.compile(
     rf"((?<![A-Z0-9_])(?:[A-Z0-9]{{1,20}}_){{0,6}}(?:{SAID_BY})(?:_[A-Z0-9]{{1,20}}){{0,6}}[\"']?\s{{0,4}}[=:]\s{{0,4}}[\"']?)"
-    r"(?!<)(?=[^\s\"']{0,64}[A-Za-z])(?=[^\s\"']{0,64}\d)[^\s\"']{8,}"
+    rf"(?!<){NO_PART}(?![-+]?[\d.]{{1,40}}[eE][-+]?\d{{1,3}}(?![^\s\"',;)\]}}]))(?=[^\s\"']{{0,64}}[A-Za-z])(?=[^\s\"']{{0,64}}\d)[^\s\"']{{8,}}"
 )
 # The value before its name.
 VALUE_FIRST = re.compile(

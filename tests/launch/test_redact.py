@@ -376,6 +376,12 @@ def test_what_an_attack_had_shown_is_hidden(line, secret):
     assert secret not in Redactor({}).secrets(line.format(secret, secret))
 
 
-@pytest.mark.parametrize("line", ["MAX_TOKENS=4096", "EOS_TOKEN='</s>'", "keys [1, 2, 3], tokens [65,536]"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "MAX_TOKENS=4096", "EOS_TOKEN='</s>'", "keys [1, 2, 3], tokens [65,536]", "TRAIN_TOKENS=1.0000e+12", "KEY='-1.25e-05'",
+        "KEY=decoder.layers.0.mlp.linear_fc1",
+    ],
+)  # fmt: skip
 def test_names_of_tokens_hide_no_figures(line):
     assert Redactor({}).secrets(line) == line
