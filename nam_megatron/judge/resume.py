@@ -157,9 +157,8 @@ def occupied(lowering: Lowering, root: Path = HERE) -> Iterator[Problem]:
         return
     yield from taken(root / schedule.save, "schedule.save")
     if not (root / schedule.save / TRACKER).exists():
-        if (
-            theirs := root / schedule.save / PLAN
-        ).exists():  # of a run that ended before its first step was saved, or somebody's
+        # Of a run that ended before its first step was saved, or somebody's.
+        if (theirs := root / schedule.save / PLAN).exists():
             try:
                 same.read(theirs)
             except Refused as refused:

@@ -18,13 +18,8 @@ from nam_megatron.words.setting import Setting
 
 OURS = "nam_megatron.nemo."
 CLASS, RECIPE = "_target_", "recipe"
-BACKENDS = {
-    "1": "flash",
-    "2": "fused",
-    "3": "unfused",
-    "4": "local",
-    "5": "auto",
-}  # an AttnBackend of Megatron's by its number
+# An AttnBackend of Megatron's by its number.
+BACKENDS = {"1": "flash", "2": "fused", "3": "unfused", "4": "local", "5": "auto"}
 # What decides the model and its training; the others say what is logged, started again or kept.
 SECTIONS = (
     "model", "optimizer", "ddp", "scheduler", "train", "validation", "rng", "dataset", "tokenizer", "checkpoint", "dist", "logger",

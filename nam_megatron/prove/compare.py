@@ -78,7 +78,7 @@ def beyond(noise: Iterable["Row"]) -> Limits:
     """
     rounding = 2.0**-8
     why = f"bf16: {8 * rounding:.3f}, twice that after the first update, and {TIMES:g} times what shaken weights make of each tensor"
-    why += f"; {TIMES_OF_FEW:g} times of fewer than {FEW} numbers, with their like in all layers"
+    why += f"; {TIMES_OF_FEW:g} times of a norm, or of fewer than {FEW} numbers, with their like in all layers"
     return Limits(8 * rounding, 16 * rounding, rounding, COUNTS_BF16, why, _own(noise))
 
 
