@@ -1064,6 +1064,13 @@ def test_nothing_is_written_into_an_export(made, tmp_path, capsys):
     assert sorted(exported.rglob("*")) == was
 
 
+def test_a_result_lies_beside_the_record_of_its_run_and_replaces_nothing_there(tmp_path, capsys):
+    (tmp_path / "receipt.json").touch()
+    for out, refused in (("tasks.json", False), ("receipt.json", True)):
+        assert command.main(["perplexity", str(tmp_path), str(tmp_path / "set"), "--out", str(tmp_path / out)]) == 2
+        assert ("is the record of a run" in capsys.readouterr().err) is refused
+
+
 def test_what_a_watch_cannot_do_is_said_before_it_waits(tmp_path):
     """For a step, which may come hours later, or never to the folder of another."""
     (tmp_path / "iter_0000003").mkdir()
