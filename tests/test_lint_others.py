@@ -850,6 +850,18 @@ def test_only_what_is_wanted_and_not_given_is_asked_for():
     )
 
 
+def test_one_model_or_another_is_not_two():
+    made = [f"m = TransformerConfig(num_layers={n}, hidden_size={n}28)" for n in (1, 2)]
+    for text in (
+        f"    if size:\n        {made[0]}\n    else:\n        {made[1]}\n    m.seq_length = 64\n    use(m)\n",
+        f"    m.seq_length = 64\n    if size:\n        {made[0]}\n        return m\n    {made[1]}\n    return m\n",
+    ):
+        found = lint(
+            f"def main(cfg, size):\n    cfg.train = TrainingConfig(train_iters=9, micro_batch_size=1)\n{text}", "r.py"
+        )
+        assert not any("not told apart" in note for note in found.launch.notes)
+
+
 OF_A_FORK = f"torchrun pretrain_mamba_ours.py {SHAPE} --keep-last 3 --debug-mode --eval-loss-save"
 
 

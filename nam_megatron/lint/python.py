@@ -67,7 +67,7 @@ def _said(tree: ast.Module, target: Target, decided: Mapping[str, bool]) -> Said
             found.names = dict(constants) | dict(_defaults(function))
             found.body(function.body, None)
         # One that hands on what a parser read is of a program of Megatron's, whose words are on the command that starts it.
-        if len(found.models) > 1:
+        if found.together > 1:
             found.mixed = [*dict.fromkeys(name for at, name, _ in found.fields if at == "model")]
             found.fields = [one for one in found.fields if one[0] != "model"]
         values = [value for *_, value in found.fields]
@@ -91,9 +91,7 @@ def _said(tree: ast.Module, target: Target, decided: Mapping[str, bool]) -> Said
         notes += [f"it starts from `{name}()`, which is not in this file" for name in found.bases]
         notes += [f"not known here, it may set any field: {what}" for what in dict.fromkeys(found.unknown)]
         if found.mixed:
-            notes.append(
-                f"it makes {len(found.models)} models, whose fields are not told apart: {', '.join(found.mixed)}"
-            )
+            notes.append(f"it makes {found.together} models, whose fields are not told apart: {', '.join(found.mixed)}")
         if without:
             notes.append(f"fields that no flag of Megatron's says: {', '.join(without)}")
         return Said(BRIDGE, tuple(words), tuple(notes), None, forks=tuple(found.forks))
@@ -397,7 +395,8 @@ class Recipe(Walk):
     """The fields that a function sets, in its order; the functions of other files that it starts from; what may set any field.
 
     providers: the fields of a class of this file. roots: of each field the container that it was last set on.
-    models: lines of calls that make one of a width or depth of its own; mixed: the fields of several, which are not told apart.
+    models: lines of calls that make one of a width or depth of its own, and what each hangs on; mixed: the fields of several, which are
+    not told apart.
     """
 
     target: Target
@@ -406,8 +405,14 @@ class Recipe(Walk):
     bases: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     roots: dict[tuple[str, str], str | None] = field(default_factory=dict)
-    models: set[int] = field(default_factory=set)
+    models: dict[int, str | None] = field(default_factory=dict)
     mixed: list[str] = field(default_factory=list)
+
+    @property
+    def together(self) -> int:
+        """How many it makes for sure or on one condition: of two conditions it may be the one or the other."""
+        hanging = Counter(self.models.values())
+        return hanging.pop(None, 0) + max(hanging.values(), default=0)
 
     def said(self) -> int:
         return len(self.fields)
@@ -499,7 +504,7 @@ class Recipe(Walk):
             return
         self.fields += self.providers.get(name, [])
         if section == "model" and {"num_layers", "hidden_size"} & {word.arg for word in node.keywords}:
-            self.models.add(node.lineno)
+            self.models[node.lineno] = on
         if name == "apply_flex_dispatcher_backend" and node.args and (alias := self.section(node.args[0])):
             for changed in ("moe_token_dispatcher_type", "moe_shared_expert_overlap"):
                 self.set(alias, changed, hole(name))  # Bridge's, which looks at the GPU
