@@ -910,8 +910,11 @@ def test_texts_of_two_launches_are_not_put_together():
     assert found.args.hidden_size == 4096 and found.args.global_batch_size == 1024 and not found.findings
 
 
-def test_a_shells_variable_in_the_text_of_a_script_is_filled_in_by_the_shell():
-    text = 'def made(a):\n    return f"""ARGS=(\n{a}\n)\ntorchrun pretrain_gpt.py "${{ARGS[@]}}" --num-layers 2 --bf16\n"""\n'
+@pytest.mark.parametrize("word", ['"${{ARGS[@]}}"', '"$@"', "$*", "${{@:2}}", "$ARGS", "${{ARGS}}"])
+def test_a_shells_variable_in_the_text_of_a_script_is_filled_in_by_the_shell(word):
+    text = (
+        f'def made(a):\n    return f"""ARGS=(\n{{a}}\n)\ntorchrun pretrain_gpt.py {word} --num-layers 2 --bf16\n"""\n'
+    )
     found = lint(text, "generate.py")
     assert found.args.num_layers == 2 and "stray-word" not in {f.id for f in found.findings}
 

@@ -885,7 +885,8 @@ def _strings(value: object) -> list[str]:
 
 
 SCRIPT = re.compile(r"[^-=\s][^=\s]*\.py")
-SHELLS_OWN = re.compile(r"\$\{?(\w+)(?:\[@\]|\[\*\])?\}?")  # a variable of the shell that gets the text
+# A variable of the shell that gets the text; or all that it is given, which is called after the first.
+SHELLS_OWN = re.compile(r"\$(?:\{(?:(\w+)|[@*])(?:[^{}\s]*\})?|(\w+)|[@*])")
 
 
 @dataclass
@@ -1194,7 +1195,7 @@ class Strings(Walk):
         left = iter(kept)
         words = [re.sub("\ue003", lambda _: next(left), part) for part in parts]
         text = [word for word in words if HOLE.sub("", word) or not {*holes(word)} <= self.read]
-        text = [SHELLS_OWN.sub(lambda m: hole(m[1]), word) for word in text]
+        text = [SHELLS_OWN.sub(lambda m: hole(m[1] or m[2] or "1"), word) for word in text]
         if any(w.startswith("--") for w in text):
             script = [i for i, w in enumerate(text) if SCRIPT.fullmatch(w) and not self.takes(text[i - 1 : i])]
             if script and on is None:
