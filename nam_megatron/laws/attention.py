@@ -79,9 +79,8 @@ def _indexer_untrained(dsa: Dsa, plan: Plan, feature: Features) -> bool:
 
 LAWS = (
     Law(id="query-groups-uneven", category=REFUSES, key="model.num_attention_heads",
-        when=lambda attention, model: uneven(
-                "attention heads", model.num_attention_heads, attention.query_groups, GQA + "query_groups"
-            ), title="the attention heads are not a multiple of the key/value heads", says=UNEVEN, source=CONFIG),
+        when=lambda attention, model: uneven("attention heads", model.num_attention_heads, attention.query_groups, GQA + "query_groups"),
+        title="the attention heads are not a multiple of the key/value heads", says=UNEVEN, source=CONFIG),
     Law(id="query-groups-tensor", category=REFUSES, key=GQA + "query_groups",
         when=lambda attention, parallel: attention.query_groups % parallel.tensor
             and parallel.tensor % attention.query_groups,

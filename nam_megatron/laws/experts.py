@@ -96,13 +96,11 @@ LAWS = (
         when=lambda moe, parallel: uneven("experts", moe.experts, parallel.expert, "parallel.expert"),
         title="the experts are not a multiple of `parallel.expert`", says=UNEVEN),
     Law(id="expert-width-uneven", category=MATHS, key=AT + "expert_hidden_size",
-        when=lambda moe, parallel: uneven(
-                "expert width", moe.expert_hidden_size, parallel.expert_tensor, "parallel.expert_tensor"
-            ), title="an expert's width is not a multiple of `parallel.expert_tensor`", says=UNEVEN),
+        when=lambda moe, parallel: uneven("expert width", moe.expert_hidden_size, parallel.expert_tensor, "parallel.expert_tensor"),
+        title="an expert's width is not a multiple of `parallel.expert_tensor`", says=UNEVEN),
     Law(id="shared-expert-width-uneven", category=MATHS, key=AT + "shared_expert_hidden_size",
-        when=lambda moe, parallel: uneven(
-                "shared expert width", moe.shared_expert_hidden_size, parallel.tensor, "parallel.tensor"
-            ), title="the shared expert's width is not a multiple of `parallel.tensor`", says=UNEVEN),
+        when=lambda moe, parallel: uneven("shared expert width", moe.shared_expert_hidden_size, parallel.tensor, "parallel.tensor"),
+        title="the shared expert's width is not a multiple of `parallel.tensor`", says=UNEVEN),
     Law(id="expert-bias-without-sigmoid", category=REFUSES, key=AT + "expert_bias",
         when=lambda moe: moe.expert_bias and moe.score_function != "sigmoid",
         says="an expert bias needs sigmoid scores", way=f"set `{AT}expert_bias=false`", source=CONFIG),

@@ -103,7 +103,8 @@ RULES = (
             and a.said("num_query_groups")
             and not a.group_query_attention
             and a.num_query_groups != m.heads
-            and f"{m.heads} key/value heads", "the groups are ignored: full multi-head attention is trained",
+            and f"{m.heads} key/value heads",
+        "the groups are ignored: full multi-head attention is trained",
         "add `--group-query-attention`", FROM_ARGS),
     *map(trap, ("gqa-one-group",)),
     Rule("rope-columns", FAIL, "", _turned,

@@ -67,7 +67,8 @@ _SELDOM_MEANT = (
             and "mlp" in m.kinds
             and (a.num_experts or 0) > 16
             and not a.said("moe_ffn_hidden_size")
-            and f"{m.ffn} wide", "each of the many experts is as wide as the dense MLPs beside them",
+            and f"{m.ffn} wide",
+        "each of the many experts is as wide as the dense MLPs beside them",
         "say `--moe-ffn-hidden-size`", VALIDATE),
     *map(trap, ("default-yarn-scale", "default-balancing", "default-latent-norm")),
     Rule("default-dispatcher", DEFAULT, "moe_token_dispatcher_type",

@@ -73,7 +73,8 @@ RULES = (
     Rule("moe-no-balancing", WRONG, "moe_aux_loss_coeff",
         lambda a, m: ("0" if a.said("moe_aux_loss_coeff") else "not said, and so 0")
             if a.said("moe_router_load_balancing_type") and m.unbalanced and not a.launch.partial
-            else "", "a loss is to balance the experts, and its coefficient is 0: nothing balances them",
+            else "",
+        "a loss is to balance the experts, and its coefficient is 0: nothing balances them",
         "say `--moe-aux-loss-coeff`, 1e-4 say (or `--moe-router-load-balancing-type none`, if meant)", CONFIG),
     *map(trap, ("moe-forced-balancing",)),
     Rule("moe-balancing-lists", FAIL, "moe_aux_loss_coeff",
@@ -86,7 +87,8 @@ RULES = (
         lambda a, m: a.moe_router_topk == 1
             and a.moe_router_score_function == "softmax"
             and not a.moe_router_pre_softmax
-            and "sinkhorn" not in m.balancing, "softmax over one chosen expert has no gradient",
+            and "sinkhorn" not in m.balancing,
+        "softmax over one chosen expert has no gradient",
         "add `--moe-router-pre-softmax`", CONFIG),
     Rule("moe-groups", FAIL, "moe_router_group_topk",
         lambda a, m: bool(a.moe_router_group_topk)
@@ -94,7 +96,8 @@ RULES = (
                 not a.moe_router_num_groups
                 or a.moe_router_group_topk > a.moe_router_num_groups
                 or bool((a.num_experts or 0) % a.moe_router_num_groups)
-            ), "group-limited routing needs --moe-router-num-groups, a divisor of the experts and no smaller",
+            ),
+        "group-limited routing needs --moe-router-num-groups, a divisor of the experts and no smaller",
         "set both", CONFIG),
     Rule("moe-groups-uneven", WRONG, "moe_router_group_topk",
         lambda a, m: bool(a.moe_router_group_topk and a.moe_router_num_groups)

@@ -101,7 +101,8 @@ RULES = (
             and not m.blackwell
             and not m.fsdp
             and not a.overlap_moe_expert_parallel_comm
-            and _connections(a, m) not in (None, "1"), "tensor and context parallelism demand 1 on Hopper and before",
+            and _connections(a, m) not in (None, "1"),
+        "tensor and context parallelism demand 1 on Hopper and before",
         "export CUDA_DEVICE_MAX_CONNECTIONS=1", VALIDATE),
     Rule("connections-fsdp", FAIL, "CUDA_DEVICE_MAX_CONNECTIONS", lambda a, m: m.fsdp and _connections(a, m) == "1",
         "an FSDP forbids 1", "unset CUDA_DEVICE_MAX_CONNECTIONS", VALIDATE),

@@ -77,7 +77,8 @@ RULES = (
         lambda a, m: m.pattern is not None
             and a.said("num_layers")
             and a.num_layers != m.num_layers
-            and f"the pattern has {m.num_layers}", "the pattern counts, not --num-layers", "leave `--num-layers` out",
+            and f"the pattern has {m.num_layers}",
+        "the pattern counts, not --num-layers", "leave `--num-layers` out",
         VALIDATE),
     *map(trap, ("two-patterns",)),
     Rule("pattern-symbol", FAIL, "hybrid_layer_pattern|hybrid_override_pattern",
@@ -95,7 +96,8 @@ RULES = (
             and bool(a.mtp_num_layers)
             and bool(m.mtp_depths)
             and a.mtp_num_layers != m.mtp_depths
-            and f"the pattern has {m.mtp_depths}", "the pattern's depths count, not --mtp-num-layers",
+            and f"the pattern has {m.mtp_depths}",
+        "the pattern's depths count, not --mtp-num-layers",
         "make them agree", VALIDATE),
     *map(trap, ("mtp-loss-weight",)),
     Rule("padded-vocab-short", FAIL, "padded_vocab_size",

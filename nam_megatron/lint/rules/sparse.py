@@ -95,11 +95,12 @@ RULES = (
         "choose --dsa-indexer-topk-freq and -skip-topk-offset by Megatron's layer numbers", DSA),
     Rule("dsa-reuse-cut", FAIL, "dsa_indexer_topk_freq",
         lambda a, m: ", ".join(
-                f"layer {n} wants layer {s}'s, cut after layer {c}"
-                for n, s in _shares_topk(m)
-                for c in m.cuts
-                if s <= c < n
-            ), "a pipeline cut parts layers that share a top-k", "cut elsewhere, or reuse nothing", DSA),
+            f"layer {n} wants layer {s}'s, cut after layer {c}"
+            for n, s in _shares_topk(m)
+            for c in m.cuts
+            if s <= c < n
+        ),
+        "a pipeline cut parts layers that share a top-k", "cut elsewhere, or reuse nothing", DSA),
     Rule("dsa-reuse-recompute", WRONG, "recompute_granularity|dsa_indexer_topk_freq",
         lambda a, m: m.dsa_kernels == "megatron" and _recompute_loses(a, m),
         "recomputed apart, a layer reads another group's top-k: gradients are silently wrong",
