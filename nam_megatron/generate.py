@@ -177,6 +177,8 @@ def _run(words: argparse.Namespace) -> int:
         raise Refused(not_there(words.path))
     raise_if(absent(words.device, words.kernels))
     asked = [{"prompt": words.prompt}] if words.file is None else list(_lines(words.file))
+    if not asked:
+        raise Refused(f"`{words.file}` holds no prompts", hint="one a line")
     tokenizer, ends = _tokenizer(words, needed=any("prompt" in line for line in asked))
     if tokenizer is not None:
         from nam_megatron.data.tokenizer import encode
@@ -192,8 +194,6 @@ def _run(words: argparse.Namespace) -> int:
         return line["tokens"] if "tokens" in line else encode(tokenizer, line["prompt"])
 
     prompts = [tokens_of(line) for line in asked]
-    if not prompts:
-        raise Refused(f"`{words.file}` holds no prompts", hint="one a line")
     _check(model.config, prompts, words.new)  # of all batches, before anything is written
     if words.file is None:
         _stream(model, prompts[0], options, tokenizer)

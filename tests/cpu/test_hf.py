@@ -765,10 +765,11 @@ def test_nothing_of_a_line_is_left_out_or_replaced(prompts, text, said):
 
 
 @pytest.mark.parametrize(("name", "said"), [("/dev/zero", "is a device, and no file"), ("none", "holds no prompts")])
-def test_prompts_come_to_an_end_and_there_are_some(made, tmp_path, monkeypatch, capsys, name, said):
+def test_prompts_come_to_an_end_and_there_are_some(tmp_path, monkeypatch, capsys, name, said):
+    """Told before a model is looked for, which takes minutes to open."""
     monkeypatch.chdir(tmp_path)
     Path("none").write_text("\n")
-    assert generate.main([str(made("native")[1]), "--file", name, "--new", "2"]) == 2
+    assert generate.main([".", "--file", name, "--new", "2"]) == 2
     assert f"`{name}` {said}" in capsys.readouterr().err
 
 
