@@ -510,8 +510,10 @@ def test_commands_take_a_published_model_by_its_config(given, tmp_path):
     words = (f"conf={at if given == 'folder' else at / 'config.json'}", "model.seq_length=4096")
     ran = warm(*words, *TRAINING)
     assert ran.code == 0 and "--num-experts 8" in ran.out and "--moe-ffn-hidden-size 14336" in ran.out, ran
+    assert " positions, or `model.seq_length`" in ran.err and "the recipe has" not in ran.err
     ran = warm(*words)
     assert ran.code == 2 and {*re.findall(r"([\w.]+)=\.\.\.", ran.err)} == {word.partition("=")[0] for word in TRAINING}
+    assert "` (not in " in ran.err and "read from" not in ran.err  # where a value waits, nothing was read
     (at / "config.json").write_text(json.dumps(LLAMA | {"hidden_act": "gelu"}))
     ran = warm(f"conf={at}")
     assert ran.code == 2 and "`gelu` in a gated MLP" in ran.err and not ran.out

@@ -451,7 +451,7 @@ def _model_alone(a: Args) -> bool:
 
 def _sequence(a: Args, m: Model, lost: list[str]) -> int | str:
     if a.seq_length is None and a.encoder_seq_length is None and _model_alone(a) and a.max_position_embeddings:
-        lost.append(f"sequence length: the launch does not say it; the recipe has {a.max_position_embeddings}")
+        lost.append(f"sequence length: not said; {a.max_position_embeddings} positions, or `model.seq_length`")
         return a.max_position_embeddings
     return known(lambda: m.sequence, UNSAID)
 
