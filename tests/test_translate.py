@@ -719,6 +719,11 @@ BAD = {
 }  # fmt: skip
 
 
+def test_a_launch_script_is_for_lint(here):
+    (here / "train.sh").write_text("torchrun pretrain_gpt.py")
+    one_error(warm("train.sh", cwd=here), "`train.sh` is no KEY=VALUE", "lint train.sh`", "budget train.sh`")
+
+
 def test_mappings_that_share_no_key_are_not_contradictory():
     apart = warm("conf=nam56r_smoke", "schedule={seed: 7}", "schedule={train_steps: 9}")
     assert apart.code == 0

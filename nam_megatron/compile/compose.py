@@ -298,6 +298,10 @@ def problem(err: Exception) -> Problem:
             if at.name == name or (at / name).is_file():
                 said = hint.format(at if at.name == name else at / name)
                 return Problem(f"`{clipped(err.override)}` is no KEY=VALUE", hint=said, law="override-unreadable")
+        if at.is_file():
+            said = f"`python -m nam_megatron.lint {at}` says what it trains, and with `recipe=NAME.yaml` makes a preset of it; "
+            said += f"its memory: `python -m nam_megatron.budget {at}`"
+            return Problem(f"`{clipped(err.override)}` is no KEY=VALUE", hint=said, law="override-unreadable")
         hint = "it is read as KEY=VALUE; a value with blanks or signs needs quotes of its own: KEY=\"'...'\""
         return Problem(f"cannot read the override `{clipped(err.override)}`", hint=hint, law="override-unreadable")
     if isinstance(err, RecursionError):
