@@ -1087,7 +1087,9 @@ def test_command_says_whether_it_fits():
     done = run("conf=nam56r_native_dp")
     assert done.code == 0 and "fits h200: " in done.out and done.err == ""
     done = run("conf=nam56r", *STOCK)
-    assert done.code == 1 and "does not fit h200: " in done.out
+    assert done.code == 1 and "does not fit h200: " in done.out and "a larger `parallel.expert` further" in done.err
+    one = run("conf=nam56r", "cluster=h200_1", *STOCK)
+    assert one.code == 1 and "on more GPUs (`cluster=NAME`) one of `+overlay=ep`" in one.err
     tight = run("conf=nam56r_native_dp", "device.headroom_gib=100.0")
     assert tight.code == 0 and tight.err.startswith("warning: fits h200") and "headroom of 100" in tight.err
 

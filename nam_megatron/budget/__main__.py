@@ -27,6 +27,7 @@ KEYS = ("format", "against", "fit", "sweep", "plot", "serve", "batch", "context"
 FORMATS = ("auto", "table", "lines", "json")
 FIT = "`fit=micro_batch_size` searches the largest that fits; "
 MORE = "on more GPUs (`cluster=NAME`) {} deals the model out"
+FURTHER = "{} deals the model out, a larger `parallel.{}` further; so do more GPUs (`cluster=NAME`)"
 SERVING = ("batch", "context", "page")
 # The forms that each question has beside `auto`.
 VIEWS = {"sweep": ("table",), "fit": (), "against": ("table", "lines"), "serve": ("table", "json")}
@@ -55,8 +56,10 @@ def task(recipe: Recipe, words: Mapping[str, Any], sources: Sources) -> int:
     if ours.fits and not ours.roomy:
         sys.stderr.write(f"warning: {text.verdict(ours)}\n")
     if not ours.fits:
-        experts = "one of `+overlay=ep`, `+overlay=tp_sp` and `+overlay=fsdp_ep`"
-        ways = MORE.format(experts if recipe.blocks.moe else "`+overlay=tp_sp`")
+        overlays, ranks = "`+overlay=tp_sp`", "tensor"
+        if recipe.blocks.moe:
+            overlays, ranks = "one of `+overlay=ep`, `+overlay=tp_sp` and `+overlay=fsdp_ep`", "expert"
+        ways = (FURTHER if recipe.world_size > 1 else MORE).format(overlays, ranks)
         ways = ways if recipe.schedule.micro_batch_size == 1 else FIT + ways
         sys.stderr.write(called(f"{text.verdict(ours)}\nhint: {ways}\n"))
     return OK if ours.fits else FINDINGS
