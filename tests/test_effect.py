@@ -231,4 +231,4 @@ def test_words_follow_the_plan():
     lines = list(report.header(lowered("nam56r_native_dp", "model.init_std=0.5", "model.depth=13")))
     assert lines[0] == "nam56r_native_dp: NAM56R of GQA 4, MoE 5, Mamba-2 4, bf16"
     assert not any("0.02" in line for line in lines)
-    assert "pattern: AEMEAEMEAEMR 1 times and its first 1: 13 layers" in lines
+    assert "pattern: AEMEAEMEAEMR once and its first 1: 13 layers" in lines

@@ -12,7 +12,7 @@ from typing import Any
 from launch.context import CHECKOUT
 from launch.host import host_id
 from launch.record.receipt import named, read
-from launch.record.redact import SET
+from launch.record.redact import SET, TEXT
 from launch.run.overlay import CACHES
 from launch.run.terminal import printable
 from nam_megatron import migrate
@@ -205,8 +205,10 @@ def table(receipts: Sequence[Receipt], anyway: bool = False) -> str:
     text = ["RUMOR: these runs are not comparable", *(f"  {printable(p.message)}" for p in found), ""] if found else []
     text += [line for said in untold(receipts) for line in (f"note: {said}", "")]
     columns = [r["run"] for r in receipts]
-    for name, rows in differences(receipts):
-        text += grid(name, columns, rows)
+    body = [line for name, rows in differences(receipts) for line in grid(name, columns, rows)]
+    if any(TEXT in line for line in body):
+        text += [f"note: `{TEXT}` is a word of your own, which no receipt holds; the plan.json beside it does", ""]
+    text += body
     text += grid(title, [*columns, *changes(columns)], figures(receipts))
     return "\n".join(map(printable, text))  # keys of a receipt may be anybody's, too
 

@@ -161,7 +161,8 @@ def summary(outcome: Mapping[str, Any], unit: str) -> str:
     loss, norm = (f"{x:.5g}" if isinstance(x := figures[key], float) else x for key in ("loss_last", "grad_norm_last"))
     last = f"loss {loss}, gradient norm {norm}" if figures["steps"] else "no step"
     text = [f"{outcome['end']}: {outcome['reason']}" if outcome.get("reason") else str(outcome["end"])]
-    text += [f"steps {done(outcome) or 0} of {figures['planned_steps'] or '?'}; {last}"]
+    steps, planned = done(outcome) or 0, figures["planned_steps"]
+    text += [f"steps {steps} of {planned or '?'}; {last}" if steps or planned else last]  # neither: it never started
     if window := figures["window"]:
         spread = f"p10 {window['p10_ms']}, p90 {window['p90_ms']}; steps {window['first']} to {window['last']}"
         text += [f"{window['median_ms']} ms a step ({spread}), {window['tokens_per_s_per_gpu']} tokens/s/{unit}"]

@@ -7,6 +7,7 @@ which torch.save wrote. The pickle is read with the few names that such a file n
 import io
 import json
 import pickle
+import warnings
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -245,7 +246,9 @@ def write(folder: Path, given: Mapping[str, torch.Tensor | Lazy], lowering: Lowe
     # Nothing is copied ahead: one tensor is written before the next is asked for.
     writer = FileSystemWriter(step, single_file_per_rank=True, thread_count=1, sync_files=True, per_thread_copy_ahead=0)
     try:
-        save_checkpoint({**tensors, **said, **common}, storage_writer=writer, planner=_Planner(lazy), no_dist=True)
+        with warnings.catch_warnings():  # that one process saves, as it is told to
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            save_checkpoint({**tensors, **said, **common}, storage_writer=writer, planner=_Planner(lazy), no_dist=True)
     except CheckpointException as wrapped:  # what a lazy tensor refused, or the disk
         raise wrapped.failures[0][0] from None
     (step / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))

@@ -64,7 +64,7 @@ def tiling(recipe: Recipe) -> str | None:
         return None
     times, rest = divmod(depth, len(pattern))
     more = f" and its first {rest}" if rest else ""
-    return f"{pattern} {times} times{more}: {depth} layers"
+    return f"{pattern} {'once' if times == 1 else f'{times} times'}{more}: {depth} layers"
 
 
 def _no_letters(pattern: str) -> Iterator[Problem]:

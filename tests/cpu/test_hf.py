@@ -411,9 +411,10 @@ def test_the_export_of_another_step_is_named(made, tmp_path):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", EVERY)
-def test_import_of_export_is_the_checkpoint_to_the_last_bit(made, tmp_path, name):
+def test_import_of_export_is_the_checkpoint_to_the_last_bit(made, tmp_path, name, recwarn):
     checkpoint, exported = made(name)
     assert command.main(["import", str(exported), str(checkpoint / "plan.json"), str(tmp_path / "again")]) == 0
+    assert not [w for w in recwarn if "torch.distributed is disabled" in str(w.message)]
     before, after = (distributed.Checkpoint(distributed.step_folder(p)) for p in (checkpoint, tmp_path / "again"))
     keys = [key for key in before.tensors if not key.startswith(("optimizer", "chained_"))]
     assert set(keys) == set(after.tensors)

@@ -43,7 +43,12 @@ def test_equal_runs_have_no_differences():
     text = compare.table([made("one"), made("two")])
     assert "== changes the computation: none ==" in text and "== execution only: none ==" in text
     assert "median ms" in text and text.count("2567") == 2
-    assert "RUMOR" not in text
+    assert "RUMOR" not in text and "note:" not in text
+
+
+def test_a_hidden_word_is_explained():
+    hidden = {"recipe": RECIPE | {"preset": {"name": "<text>"}}}
+    assert "note: `<text>` is a word of your own" in compare.table([made("one"), made("two", **hidden)])
 
 
 def test_other_data_at_the_same_path_is_another_computation():

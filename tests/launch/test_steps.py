@@ -189,6 +189,7 @@ def test_no_log_is_a_traceback_and_its_receipt_can_be_written(tmp_path_factory, 
 def test_a_folder_without_a_log_has_no_figures(tmp_path):
     came = outcome.of_run(tmp_path, {})
     assert (came["figures"]["steps"], came["memory"], came["nccl"], came["reason"]) == (0, None, None, None)
+    assert outcome.summary(came | {"end": "refused"}, "GPU").splitlines() == ["refused", "no step"]
 
 
 def test_nccls_view_and_ours(tmp_path):
