@@ -943,6 +943,7 @@ def test_the_fields_of_several_models_are_not_one_models():
         ("Et|mL", "a `t` for each layer"),
         ("tt|m", "end it with `L`"),
         ("Et|tXmL", "write E, t, m and L"),
+        ("Et|tZYXWVmL", "write E, t, m and L"),
     ],
 )
 def test_what_a_layout_lacks_is_said_of_the_layout(layout, fix):
@@ -952,6 +953,7 @@ def test_what_a_layout_lacks_is_said_of_the_layout(layout, fix):
         f for f in lint(f"torchrun --nproc-per-node 2 pretrain_gpt.py {words}").findings if f.id == "pipeline-split"
     )
     assert found.flag == f"--pipeline-model-parallel-layout {layout}" and fix in found.fix
+    assert "no layer" not in found.detail or f"no layer `{min(set(layout) - set('EtmL|'))}`" in found.detail
 
 
 @pytest.mark.parametrize("words", [SHAPE, "--hidden-size 64"])

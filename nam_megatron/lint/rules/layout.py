@@ -101,7 +101,7 @@ def _pipeline(a: Args, m: Model) -> Iterator[str]:
     elif stages := m.unrolled_stages:
         layout, depths = a.written("pipeline_model_parallel_layout"), a.mtp_num_layers or 0
         if strange := set(stages) - set("EtmL|"):
-            yield f"{layout}\tno layer `{strange.pop()}`\twrite E, t, m and L: the embedding, a layer, MTP and the loss"
+            yield f"{layout}\tno layer `{min(strange)}`\twrite E, t, m and L: the embedding, a layer, MTP and the loss"
         elif stages.count("t") != m.num_layers:
             yield f"{layout}\t{stages.count('t')} layers there, {m.num_layers} in the model\tgive it a `t` for each layer"
         elif stages.count("m") != depths:
