@@ -96,6 +96,10 @@ MESSAGES = {
         "docs/reference.md and `nam list keys` say what each is\n\n"
         "error: key `lr` is missing @ optim (command line: ~optim.lr)\n\nhint: give it: `+optim.lr=...`",
     ),
+    "half of two keys' names": (
+        ["+model.blocks.mamba={heads: 3}"],
+        "error: unknown key `mamba`, did you mean `mamba2` or `mamba3`? @ model.blocks (command line: +model.blocks.mamba={heads: 3})",
+    ),
     "a key that must be given": (
         ["model.depth=???"],
         "error: key `model.depth` must be given @ model.depth (command line: model.depth=???)\n\n"
