@@ -468,9 +468,9 @@ def _problem(error: Mapping[str, Any]) -> Problem:
             return Problem(
                 f"unknown key `{loc[-1]}`", key=_dotted(loc[:-1]) or key, hint=hint, place=key, law="key-unknown"
             )
-        names = keys_at(loc[:-1])
-        close = likely(str(loc[-1]), names)
-        within = [name for name in names if len(str(loc[-1])) > 2 and str(loc[-1]) in name]
+        keys = keys_at(loc[:-1])
+        close = likely(str(loc[-1]), keys)
+        within = [name for name in keys if len(str(loc[-1])) > 2 and str(loc[-1]) in name]
         near = within if len(within) == 2 else [close]  # `mamba` is half of two kinds' names, and no nearer to one
         meant = f", did you mean {' or '.join(f'`{name}`' for name in near)}?" if close else ""
         hint = None if close else keys_hint(loc[:-1])
