@@ -770,9 +770,6 @@ def test_nams_lanes_are_no_published_architecture(name):
         assert "rotary_dim" in why
 
 
-# Adapters ----------------------------------------------------------------------------------------------------------------
-
-
 def test_each_expert_is_a_piece_of_its_own(made):
     """Megatron asks for one after the other, and torch reads a whole piece for each: all in one are read once for each expert."""
     _, _, weights = made("mixtral")
@@ -783,6 +780,8 @@ def test_each_expert_is_a_piece_of_its_own(made):
     others = [key for key, (_, _, of) in distributed.Checkpoint(step).chunks.items() if len(of) != 1]
     assert others and all(".mlp.experts.experts." in key for key in others)
 
+
+# Adapters ----------------------------------------------------------------------------------------------------------------
 
 LORA = {"rank": 4, "alpha": 8, "targets": None}
 ADAPTED = {
