@@ -19,6 +19,12 @@ NAMES = [name for name in ALL if name.startswith("nam")]
 # Models of others: they vary what ours vary, so test_public.py alone asks them, and their golden.
 PUBLIC = [name for name in ALL if name not in NAMES]
 
+# What a dataset of no documents says of itself.
+EMPTY_SET = {
+    "version": 1, "key": "", "inputs": [], "valid_share": 0, "duplicates": 0, "empty": 0, "vocabulary": 1, "largest_id": 0,
+    "splits": {}, "files": {},
+}  # fmt: skip
+
 
 @cache
 def lowered(name: str, *overrides: str) -> Lowering:

@@ -1,6 +1,7 @@
 """Files that were merged once are merged again when, and only when, one that counts is another; what comes out is Hydra's own."""
 
 import os
+import shutil
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -52,20 +53,22 @@ def test_a_file_that_is_written_to_or_added_is_seen(tmp_path, monkeypatch):
 
     mine = tmp_path / "preset" / "mine.yaml"
     mine.parent.mkdir()
-    head = "# @package _global_\ndefaults: [nam56r_smoke, {optional /more@optim: mine}, _self_]\n"
+    head = "# @package _global_\ndefaults: [nam56r_smoke, {/more@optim: mine}, _self_]\n"
     mine.write_text(head + "optim: {lr: 0.5}\n")
+    with pytest.raises(Refused, match="mine"):
+        optim()
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "mine.yaml").write_text("beta1: 0.25\n")
     assert (optim().lr, optim().lr) == (0.5, 0.5)
     was = mine.stat()
     mine.write_text(head + "optim: {lr: 0.2}\n")  # of the same size and, as a copy may be, the same time
     os.utime(mine, ns=(was.st_atime_ns, was.st_mtime_ns))
-    assert optim().lr == 0.2
-    (tmp_path / "more").mkdir()
-    (tmp_path / "more" / "mine.yaml").write_text("beta1: 0.25\n")
     assert (optim().lr, optim().beta1) == (0.2, 0.25)
     monkeypatch.chdir(tmp_path)
     other = tmp_path / "other" / "preset" / "mine.yaml"
     other.parent.mkdir(parents=True)
     other.write_text(head + "optim: {lr: 0.3}\n")
+    shutil.copytree(tmp_path / "more", tmp_path / "other" / "more")
     relative = ["preset=mine", "hydra.searchpath=['.']"]
     assert optim(*relative).lr == 0.2
     monkeypatch.chdir(tmp_path / "other")

@@ -223,13 +223,17 @@ def test_ctrl_c_in_a_callback_is_not_lost():
 
 
 @pytest.mark.parametrize(
-    "line", ["nam_megatron.translate conf=nam56r_smoke", "nam_megatron.data tokenizer out README.md --entries 300"]
+    "line, way",
+    [
+        ("nam_megatron.translate conf=nam56r_smoke", "`uv sync` makes an environment"),
+        ("nam_megatron.data tokenizer out README.md --entries 300", "`uv sync --inexact --extra data` adds"),
+    ],
 )
-def test_a_python_without_the_packages_is_told_where_they_are(line):
+def test_a_python_without_the_packages_is_told_where_they_are(line, way):
     words = [sys.executable, "-S", "-m", *line.split()]
     done = subprocess.run(words, capture_output=True, text=True, cwd=REPO, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "is not installed\n\nhint: " in done.stderr and "`uv sync` makes an environment" in done.stderr
+    assert "is not installed\n\nhint: " in done.stderr and way in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from presets import lowered
+from presets import EMPTY_SET, lowered
 
 from nam_megatron import installed, targets
 from nam_megatron.errors import Refused
@@ -44,13 +44,14 @@ def older(tmp_path_factory):
         "-m nam_megatron.prove.every --presets nam56r_smoke --overlays none",
         "-m nam_megatron.nemo dump conf=nam56r_smoke",
         "-m nam_megatron.data build out in --tokenizer t",
-        "-m nam_megatron.data check out",
+        "-m nam_megatron.data check {set}",
         "-c from+nam_megatron.runtime.oracle+import+Oracle;Oracle().__enter__()",
         "-c from+nam_megatron.nemo+import+recipe;recipe('nam56r_smoke')",
     ],
 )
 def test_no_command_speaks_of_a_megatron_that_is_not_there(older, words):
-    done = command(older, *(word.replace("+", " ") for word in words.split()))
+    (older / "manifest.json").write_text(json.dumps(EMPTY_SET))
+    done = command(older, *(word.replace("+", " ").replace("{set}", str(older)) for word in words.split()))
     said = done.stderr.strip().splitlines()
     assert done.returncode, done.stdout
     assert "Megatron is 0.18.2" in done.stderr and str(older) in done.stderr and "0.19.2" in done.stderr

@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from presets import EMPTY_SET
 
 from nam_megatron import packages
 
@@ -50,6 +51,7 @@ def without(names: tuple[str, ...], words: str, folder: Path) -> subprocess.Comp
 def test_a_command_names_the_extra_it_needs(names, words, extra, tmp_path):
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "config.json").write_text("{}")
+    (tmp_path / "d" / "manifest.json").write_text(json.dumps(EMPTY_SET))
     done = without(names, words, tmp_path)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert "Traceback" not in done.stderr and "Error executing" not in done.stderr

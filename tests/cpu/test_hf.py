@@ -919,8 +919,8 @@ def test_words_out_of_bounds_are_refused_before_anything_is_read(prompts, words)
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"tokens": null, "prompt": "x"}', "`tokens` is no list of integers"),
-        ('{"tokens": ["a"], "prompt": "x"}', "`tokens` is no list of integers"),
+        ('{"tokens": null}', "`tokens` is no list of integers"),
+        ('{"tokens": ["a"]}', "`tokens` is no list of integers"),
         ('{"prompt": "\\ud800 x"}', "`prompt` is no text of Unicode characters"),
         ('{"tokens": [-5, 2]}', "token -5 of a vocabulary of"),
         ('{"tokens": [1], "note": "a\u2028b"}', None),

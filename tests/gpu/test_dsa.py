@@ -119,8 +119,8 @@ if INTERPRETED:
 
         recipe_of = harness.recipe_of
 
-        def chosen(*args):
-            recipe = recipe_of(*args)
+        def chosen(**said):
+            recipe = recipe_of(**said)
             harness.say(recipe, "dsa", kernels=name)
             return recipe
 

@@ -142,7 +142,7 @@ if INTERPRETED:
         for kernels, ranks in (("fused", tp), ("naive", 1)):
             recipe = recipe_of()
             harness.say(recipe, "mla", kernels=kernels)
-            monkeypatch.setattr(harness, "recipe_of", lambda *_, recipe=recipe: recipe)
+            monkeypatch.setattr(harness, "recipe_of", lambda recipe=recipe, **_: recipe)
             trained[kernels] = harness.train(harness.Case("+", microbatches=1, tp=ranks, config=config))
         found, wanted = trained["fused"], trained["naive"]
         assert found.losses == pytest.approx(wanted.losses, rel=1e-5)
