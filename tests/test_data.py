@@ -711,7 +711,10 @@ def test_an_unreadable_row_ends_the_training_of_a_tokenizer(tmp_path, capsys):
         (["a.jsonl", "a.jsonl"], "`a.jsonl` is named twice"),
         (["not.parquet"], "is no Parquet file"),
         (["a.parquet", "--field", "body"], "has no column `body`"),
-        (["a.jsonl", "--tokenizer", "none"], "`none` holds no tokenizer"),
+        (
+            ["a.jsonl", "--tokenizer", "none"],
+            "`none` holds no tokenizer: No such file or directory: `none/tokenizer.json`",
+        ),
         ([".", "--suffix", ".zzz", "--suffix", ".h"], "no file in `.` ends in .h or .zzz"),
         (["empty.jsonl"], "the inputs hold no documents"),
         (

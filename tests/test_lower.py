@@ -1081,15 +1081,16 @@ def test_groups_that_lie_on_several_hosts_are_said():
 
 
 @pytest.mark.parametrize(
-    ("allow", "said"),
+    ("law", "said", "hint"),
     [
-        ({"whole-step-hosts": "why"}, "nothing in this recipe needs `whole-step-hosts`"),
-        ({"whole-step-host": "why"}, "there is no law `whole-step-host` that can be waived"),
+        ("whole-step-hosts", "nothing in this recipe needs `whole-step-hosts`", "take it out"),
+        ("whole-step-host", "there is no law `whole-step-host` that can be waived", "`allow.whole-step-hosts`?"),
+        ("gdn-graphs", "there is no law `gdn-graphs` that can be waived", "`allow.kind-untried`?"),  # its name today
     ],
 )
-def test_a_waiver_of_nothing_is_refused(allow, said):
-    (problem,) = problems_of(NATIVE, {"allow": allow})
-    assert (problem.message, problem.key) == (said, f"allow.{next(iter(allow))}")
+def test_a_waiver_of_nothing_is_refused(law, said, hint):
+    (problem,) = problems_of(NATIVE, {"allow": {law: "why"}})
+    assert (problem.message, problem.key, problem.hint) == (said, f"allow.{law}", hint)
 
 
 def test_a_substitute_of_no_layer_is_refused():

@@ -102,7 +102,8 @@ def load(folder: Path) -> Tokenizer:
         tree = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except Exception as err:  # the library raises Exception itself
         hint = "`python -m nam_megatron.data tokenizer` makes one"
-        raise Refused(f"`{folder}` holds no tokenizer: {err}", hint=hint) from None
+        said = f"{err.strerror}: `{err.filename}`" if isinstance(err, OSError) else err
+        raise Refused(f"`{folder}` holds no tokenizer: {said}", hint=hint) from None
     if (times := max(_growth(tree.get(part)) for part in ("normalizer", "decoder"))) > MOST_GROWTH:
         said = f"the tokenizer in `{folder}` may make a text {f'{times:.0f}' if times < 1e6 else 'a million'} times as long"
         raise Refused(said, hint=f"take what replaces a text out of `normalizer` and `decoder` of `{FILE}`")
