@@ -17,6 +17,7 @@ import numpy
 import pyarrow
 import pyarrow.parquet
 import pytest
+import transformers
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 from megatron.core.tokenizers.text.models.default_tokenizer import DefaultTokenizerText
@@ -713,7 +714,7 @@ def test_an_unreadable_row_ends_the_training_of_a_tokenizer(tmp_path, capsys):
         (["a.parquet", "--field", "body"], "has no column `body`"),
         (
             ["a.jsonl", "--tokenizer", "none"],
-            "`none` holds no tokenizer: No such file or directory: `none/tokenizer.json`",
+            "holds no tokenizer: No such file or directory: `none/tokenizer.json`\n\nhint: `python -m nam_megatron.data tokenizer`",
         ),
         ([".", "--suffix", ".zzz", "--suffix", ".h"], "no file in `.` ends in .h or .zzz"),
         (["empty.jsonl"], "the inputs hold no documents"),
@@ -861,6 +862,38 @@ def test_each_word_for_a_token_that_is_there_goes_along(tmp_path):
     assert {k: v for k, v in copied.items() if k in (*named, "mask_token")} == {
         k: v for k, v in named.items() if k != "bos_token"
     }
+
+
+def test_a_copied_tokenizer_leaves_texts_as_they_are(bpe, tmp_path):
+    """Neither cut, nor filled up, nor without the space before a comma, where the published one says all three."""
+    shutil.copytree(bpe, tmp_path / "theirs")
+    (tmp_path / "ours").mkdir()
+    file, config = tmp_path / "theirs" / tokenizer.FILE, tmp_path / "theirs" / tokenizer.CONFIG
+    cut = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    fill = {
+        "strategy": {"Fixed": 64},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "x",
+    }
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"truncation": cut, "padding": fill}))
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"clean_up_tokenization_spaces": True, "tokenizer_class": "Own"})
+    )
+    tokenizer.copy(tmp_path / "theirs", tmp_path / "ours")
+    text = "int f ( int x , int y ) ; return x . y"
+    assert (
+        Tokenizer.from_file(str(tmp_path / "ours" / tokenizer.FILE)).encode(text).ids
+        == tokenizer.load(bpe).encode(text).ids
+    )
+    assert AutoTokenizer.from_pretrained(tmp_path / "ours").decode(tokenizer.load(bpe).encode(text).ids) == text
+    said = json.loads(
+        (tmp_path / "ours" / tokenizer.CONFIG).read_text()
+    )  # transformers 4 takes the space away, 5 does not
+    assert issubclass(getattr(transformers, said["tokenizer_class"]), transformers.PreTrainedTokenizerFast)
+    assert said["clean_up_tokenization_spaces"] is False
 
 
 def test_documents_end_as_the_tokenizer_says(tmp_path, capsys):

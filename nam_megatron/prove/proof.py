@@ -202,7 +202,8 @@ class Bench:
 
     def _in_fp32(self) -> Part:
         side = self._side("exact", lowering=self.pair.reference, exact=True)
-        return self._compared("one rank in fp32", side, range(1, self.steps + 1))
+        fp8 = ", which FP8 multiplies" * (self.pair.reference.plan.recipe.feature.fp8 is not None)
+        return self._compared(f"one rank in fp32{fp8}", side, range(1, self.steps + 1))
 
     def start(self, before: Callable[[], object] | None = None) -> Part:
         """The layout from the reference's weights. before: called in each of its ranks before anything is built."""

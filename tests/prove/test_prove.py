@@ -741,6 +741,16 @@ def test_one_rank_in_fp32_begins_with_the_references_weights():
     assert {compare.START, FORTH, GRADIENT} <= {row.what for row in exact.rows}
 
 
+@pytest.mark.parametrize(
+    "preset, said", [("nam56r_native_dp", "fp32"), ("nam56r_native_dp_fp8", "fp32, which FP8 multiplies")]
+)
+def test_what_fp8_multiplies_is_not_called_fp32_alone(monkeypatch, preset, said):
+    bench = proof.Bench(load("nam56r_native_dp", ("cluster=h200_1",)))
+    bench.pair, bench.folder = cut.pair(load(preset, ("cluster=h200_1",)), "cuda", 1), Path("folder")
+    monkeypatch.setattr(bench, "_compared", lambda title, *_: title)
+    assert bench._in_fp32() == f"one rank in {said}"
+
+
 def test_a_run_that_says_nothing_is_not_equal_to_another(monkeypatch):
     bench = proof.Bench(load("nam56r", ("cluster=h200_1",)))
     bench.folder = Path("folder")
