@@ -36,11 +36,12 @@ from nam_megatron.errors import Refused, quoted, raise_if
 from nam_megatron.recipe import at
 from nam_megatron.words import whole
 from nam_megatron.words.regular import irregular
+from nam_megatron.words.taken import RECEIPT
 from nam_megatron.words.whole import synced, write_whole
 
 # Receipts of version 1 have a seal and nothing else: no hashes of files, no chain, no box.
 SCHEMA, FIRST = "nam_megatron.receipt/2", "nam_megatron.receipt/1"
-FILE, LOCK, RESERVE, LOG, PLAN, DIFF = "receipt.json", "lock", "reserve", "log.txt", "plan.json", "diff.patch"
+FILE, LOCK, RESERVE, LOG, PLAN, DIFF = RECEIPT, "lock", "reserve", "log.txt", "plan.json", "diff.patch"
 SIGNATURE, CHAIN = f"{FILE}.sig", ".chain"
 EVENTS = "events*.jsonl"  # each held by the ranks that write it, as long as they live
 NCCL = "nccl.*"

@@ -142,7 +142,7 @@ NEEDS = {
     GIVEN: ("pass", "pwd", "secret", "token", "key", "auth", "credential", "sig", "id", "psk", "pat", "dsn", "jwt", "bearer", "pw"),
     SAID: ("pass", "pw", "secret", "token", "key", "auth"),
     NAMED: ("pass", "secret", "token", "credential", "key", "signature"),
-    VARIABLE: ("pass", "pw", "secret", "token", "key", "auth", "credential", "cookie", "dsn", "pat", "jwt", "bearer", "netrc"),
+    VARIABLE: tuple(word.removesuffix("S?").lower() for word in SAID_BY.split("|")),
     KEY_HEX: ("key", "logged in with"),
     VALUE_FIRST: ("value",),
     NETRC: ("password", "token", "secret", "api-key", "api_key", " clone ", "-p", "-u", "literal", "redis-cli", "openssl", "ssh-keygen",

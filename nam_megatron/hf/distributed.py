@@ -192,8 +192,7 @@ class _Planner(DefaultSavePlanner):
         if self.held is None or self.held[0] != index.fqn:
             self.held = None
             self.held = index.fqn, self._given(replace(index, offset=None))
-        (expert, *_) = index.offset
-        return self.held[1][expert : expert + 1]
+        return self.held[1][index.offset[0] :][:1]
 
     def _given(self, index: metadata.MetadataIndex) -> Any:
         found = self.lazy.get(index.fqn)
@@ -236,7 +235,7 @@ def write(folder: Path, given: Mapping[str, torch.Tensor | Lazy], lowering: Lowe
     )
     said = {f"{module}._extra_state/shard_0_1": [None] for module in modules if module}
     for key, tensor in tensors.items():
-        if ".mlp.experts.experts." in key:  # the grouped linear layer says it of each expert
+        if _by_expert(key):  # the grouped linear layer says it of each expert
             module, count = key.rpartition(".")[0], tensor.size(0)
             said |= {f"{module}._extra_state/shard_{i}_{count}": [None] for i in range(count)}
     # What Megatron compares with a run's arguments; of a checkpoint without a pattern it says that a GPT wrote it.
