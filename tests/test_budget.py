@@ -1272,6 +1272,14 @@ def test_a_launch_may_have_a_presets_name_and_says_what_lint_finds(tmp_path):
         assert any("`lint` finds wrong model: --num-query-groups 2" in note for note in notes)
 
 
+def test_what_memory_has_no_use_of_is_filled_in_unless_it_is_said(tmp_path):
+    """Twice it would be refused, whatever sign it has."""
+    (tmp_path / "train.sh").write_text(" ".join(LAUNCH.split()).replace("--lr 1e-4 --train-iters 9", ""))
+    for words, filled in (((), {"optim.lr", "schedule.train_steps"}), (("++optim.lr=1e-3",), {"schedule.train_steps"})):
+        *_, notes, made = of_yaml(tmp_path / "train.sh", *words)
+        assert {word.partition("=")[0] for word in made} == filled and any(" ".join(made) in note for note in notes)
+
+
 def test_a_launch_that_is_refused_is_named_and_not_the_recipe_made_of_it(tmp_path, monkeypatch, capsys):
     (tmp_path / "train.sh").write_text(
         " ".join(LAUNCH.split()).replace("--global-batch-size 32", "--global-batch-size 30")

@@ -110,8 +110,8 @@ def read(path: Path, gpus: Sequence[str], said: Sequence[str]) -> tuple[str, str
         raise Refused("it has `peft`: adapters of others are not priced", hint="the run without it needs more")
     idle = WEIGHTLESS | (LOCAL if found.args.transformer_impl == "transformer_engine" else set())
     idle |= {"attention_backend"} if found.args.value("attention_backend") in FLASH_LIKE else set()
-    raise_if(_unread([] if ours else made.lost, made, said, idle))
     given = {word.lstrip("+").partition("=")[0] for word in said}
+    raise_if(_unread([] if ours else made.lost, made, given, idle))
     filled = [f"{key}={value_at(made.recipe, key)}" for key in FREE if key in made.unsaid and key not in given]
     notes = [] if ours else [line for line in made.lost if _sentence(line) and not line.startswith(LENGTH)]
     notes += [] if ours or not made.keyless else [f"without a key here: {', '.join(made.keyless)}"]
@@ -144,10 +144,9 @@ def _laid(notes: Sequence[str]) -> Iterator[Problem]:
                     yield Problem(message, hint="say it as a key of the recipe, in its `overrides`")
 
 
-def _unread(lost: Sequence[str], made: recipe.Made, said: Sequence[str], idle: Collection[str]) -> Iterator[Problem]:
+def _unread(lost: Sequence[str], made: recipe.Made, given: Collection[str], idle: Collection[str]) -> Iterator[Problem]:
     # A law that it breaks is the command's to tell, which has the words behind the file.
     target, settings = current(), (recipe.as_it_stands(made.recipe, []) or translate(made.recipe)).by_name
-    given = {word.lstrip("+").partition("=")[0] for word in said}
     length = ["model.seq_length"] if any(line.startswith(LENGTH) for line in lost) else []
     if left := [key for key in (*length, *made.unsaid) if key not in given and key not in FREE]:
         hint = f"say what holds there, behind the file: `{' '.join(f'{key}=...' for key in left)}`"
