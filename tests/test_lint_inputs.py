@@ -148,6 +148,7 @@ def test_what_arguments_cannot_say_is_listed(base, change, says):
         (LLAMA, {"hidden_act": "relu2"}, "`relu2` in a gated MLP"),
         (NEMOTRON_3_NANO, {"mlp_hidden_act": "silu"}, "`silu` in a plain MLP"),
         (DEEPSEEK_V3, {"norm_topk_prob": False}, "norm_topk_prob"),
+        (DEEPSEEK_V3, {"num_experts_per_tok": 1, "n_group": 1}, "it weighs one by its score"),
         (
             DEEPSEEK_V3,
             {"rope_scaling": DEEPSEEK_V3["rope_scaling"] | {"mscale": 0}},  # which is none for transformers

@@ -595,7 +595,14 @@ def _softmax(s: Said) -> Words:
 
 def _sigmoid(s: Said) -> Words:
     yield from ("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias")
-    s.only("norm_topk_prob", True, lack=f"{MEGATRON}: shares of sigmoid scores sum to one")
+    if s.get("num_experts_per_tok") != 1:
+        s.only("norm_topk_prob", True, lack=f"{MEGATRON}: shares of sigmoid scores sum to one")
+    elif s.need("norm_topk_prob"):
+        s.refuse(
+            "norm_topk_prob",
+            f"`norm_topk_prob: true` of one expert a token in `{s.name}`",
+            f"{MEGATRON}: it weighs one by its score",
+        )
 
 
 def _groups(s: Said) -> Words:

@@ -93,6 +93,12 @@ def _aux_loss(of: Family, plan: Plan, c: Config) -> float:
     return moe.aux_loss_coeff
 
 
+def _summed(of: Family, plan: Plan, c: Config) -> bool:
+    """Whether shares of the chosen sum to one: Megatron leaves one sigmoid score as it is."""
+    moe = c["moe"]
+    return not moe["pre_softmax"] and not (moe["score_function"] == "sigmoid" and moe["top_k"] == 1)
+
+
 COMPUTED: Mapping[str, Callable[[Family, Plan, Config], Any]] = {
     "layers": lambda of, plan, c: len(c["layer_kinds"]) // of.parts,
     "ffn": _ffn,
@@ -119,7 +125,7 @@ COMPUTED: Mapping[str, Callable[[Family, Plan, Config], Any]] = {
     "mlp_layer_types": lambda of, plan, c: ["dense" if kind == "mlp" else "sparse" for kind in c["layer_kinds"][1::2]],
     "mlp_only_layers": lambda of, plan, c: [i for i, kind in enumerate(c["layer_kinds"][1::2]) if kind == "mlp"],
     "aux_loss": _aux_loss,
-    "norm_topk_prob": lambda of, plan, c: not c["moe"]["pre_softmax"],
+    "norm_topk_prob": _summed,
     "shared_experts": lambda of, plan, c: c["moe"]["shared_expert_hidden_size"] // c["moe"]["expert_hidden_size"],
     "one_shared": lambda of, plan, c: int(c["moe"]["shared_expert_hidden_size"] > 0),
 }
