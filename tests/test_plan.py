@@ -342,12 +342,14 @@ def test_every_unknown_letter_is_said():
     with pytest.raises(Refused) as refused:
         planned(model__pattern="AEX*a D")
     assert [p.message for p in refused.value.problems] == [
-        "`X` is no letter of a pattern",
-        "`*` is no letter of a pattern",
-        "`a` is no letter of a pattern",
-        "` ` is no letter of a pattern",
         "letter `D` meant gated delta net once, and is DSA to Megatron; it is not accepted",
+        "`X`, `*`, `a` and ` ` are no letters of a pattern",
     ]
+    small = refusal(model__pattern="aE|mA")
+    assert (small.message, small.hint) == (
+        "`a` and `m` are no letters of a pattern",
+        "letters are A, E, M, R and `|`: `AE|MA`",
+    )
 
 
 def test_a_rank_that_does_not_exist():

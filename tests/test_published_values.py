@@ -2,6 +2,7 @@
 
 import pytest
 import yaml
+from hf_configs import CONFIGS
 from presets import NAMES, lowered
 
 from nam_megatron import published, report
@@ -9,6 +10,7 @@ from nam_megatron.budget import parameters
 from nam_megatron.compile.lower import translate
 from nam_megatron.judge.same import executes, flat
 from nam_megatron.recipe import config_at, load, to_tree
+from nam_megatron.recipe.keys import called_elsewhere, value_at
 from nam_megatron.recipe.resolve import unread
 
 TREE = yaml.safe_load(published.FILE.read_text())
@@ -83,3 +85,16 @@ def test_dense_sparse_and_recurrent_are_three_families():
     names = ("nam52_h200_dense_ref_v1", "nam52_h200_sparse_8_11_ref_v1", "nam52r_h200_4full_9sparse_candidate_v1")
     assert len({load(name).preset.family for name in names}) == 3
     assert "feature/mhc/streams" in load(names[1]).assumptions
+
+
+def test_a_key_that_others_call_otherwise_has_the_value_they_publish():
+    """But for what is counted or chosen otherwise here: layers, the length of a run, Megatron's symbols, a bias of all or none."""
+    off = set()
+    for name, said in CONFIGS.items():
+        recipe = lowered(name).plan.recipe
+        pairs = (
+            (key, value, value_at(recipe, ours)) for key, ours in called_elsewhere().items() if (value := said.get(key))
+        )
+        off |= {key for key, theirs, value in pairs if value is not None and value != theirs}
+    assert off == {"num_hidden_layers", "max_position_embeddings", "hybrid_override_pattern", "attention_bias", "initializer_range",
+                   "intermediate_size"}  # fmt: skip

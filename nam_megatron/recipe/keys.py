@@ -1,11 +1,28 @@
 """The keys of a recipe: which there are, and what is said to somebody who wrote another."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
+
+import yaml
 
 from nam_megatron.features.names import FEATURES
 from nam_megatron.recipe.recipe import Recipe
 from nam_megatron.words.setting import Config, section
+
+# Tables of what published config.json files call it; what a word of theirs is where no key is called so; and Megatron's for several keys.
+PUBLISHED = Path(__file__).parents[1] / "hf" / "families"
+DEPTH = "model.depth"
+COMPUTED = {
+    "layers": DEPTH, "ffn": "model.ffn_hidden_size", "tie_word_embeddings": "model.tied_embeddings",
+    "max_position_embeddings": "model.seq_length", "aux_loss": "model.blocks.moe.aux_loss_coeff",
+    "partial_rotary_factor": "model.blocks.attention.rotary_percent",
+}  # fmt: skip
+MEGATRONS = {
+    "num_layers": DEPTH, "hybrid_layer_pattern": "model.pattern",
+    **dict.fromkeys(("num_query_groups", "kv_heads", "num_kv_heads"), "model.blocks.attention.query_groups"),
+}  # fmt: skip
 
 SWITCHED = "features are switched by key: `feature.NAME.KEY=...`; `~feature.NAME` turns one off"
 
@@ -73,6 +90,11 @@ def whole_hint(written: Iterable[str]) -> str | None:
         if found := [f"`{known}`" for known in _known() if argument(known) == last]:
             return f"of Megatron's `--{last.replace('_', '-')}` the recipe's key is {' or '.join(found)}"
     for key in written:
+        last = key.rpartition(".")[2]
+        if here := called_elsewhere().get(last):
+            more = ", where attention and the MLP after it are two layers" if here == DEPTH else ""
+            return f"what others call `{last}` is `{here}` here{more}"
+    for key in written:
         above, _, last = key.rpartition(".")
         found = [f"`{known}`" for known in _known() if known.endswith(f".{last}")]
         if above in _known() and 0 < len(found) < 4:
@@ -85,6 +107,19 @@ def argument(key: str) -> str | None:
     *parents, last = key.split(".")
     config = config_at(parents)
     return config.row(last).argument if config and last in config.model_fields else None
+
+
+@cache
+def called_elsewhere() -> dict[str, str]:
+    """Recipe keys by names in published config.json files, Llama's first, and by those of Megatron's that no one key is."""
+    known, found = {*_known()}, dict(MEGATRONS)
+    for path in sorted(PUBLISHED.glob("*.yaml"), key=lambda path: (path.stem != "llama", path.stem)):
+        for name, said in yaml.safe_load(path.read_text(encoding="utf-8")).get("config", {}).items():
+            word = said.partition(" or ")[0] if isinstance(said, str) else ""
+            ours = (COMPUTED.get(word, ""), f"model.{word}", f"model.blocks.{word}")
+            if here := next((key for key in ours if key in known), None):
+                found.setdefault(name, here)
+    return found
 
 
 def _known(cls: type[Config] = Recipe, path: str = "") -> Iterator[str]:

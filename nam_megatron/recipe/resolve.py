@@ -68,16 +68,18 @@ def tiling(recipe: Recipe) -> str | None:
 
 
 def _no_letters(pattern: str) -> Iterator[Problem]:
-    for letter in dict.fromkeys(pattern.replace("|", "")):
-        if letter in HISTORIC:
-            message = f"letter `{letter}` meant gated delta net once, and {HISTORIC[letter]}; it is not accepted"
-            hint = f"letters are {', '.join(LETTERS)}; sparse attention stands by `model.substitute`, a gated delta net at `M`"
-            yield Problem(message, key="model.pattern", hint=hint, law="letter-historic")
-        elif letter not in LETTERS:
-            said = f"`{letter}` is no letter of a pattern"
-            yield Problem(
-                said, key="model.pattern", hint=f"letters are {', '.join(LETTERS)} and `|`", law="letter-unknown"
-            )
+    strange = [letter for letter in dict.fromkeys(pattern.replace("|", "")) if letter not in LETTERS]
+    for letter in (letter for letter in strange if letter in HISTORIC):
+        message = f"letter `{letter}` meant gated delta net once, and {HISTORIC[letter]}; it is not accepted"
+        hint = (
+            f"letters are {', '.join(LETTERS)}; sparse attention stands by `model.substitute`, a gated delta net at `M`"
+        )
+        yield Problem(message, key="model.pattern", hint=hint, law="letter-historic")
+    if unknown := [letter for letter in strange if letter not in HISTORIC]:
+        said = "is no letter of a pattern" if len(unknown) == 1 else "are no letters of a pattern"
+        hint = f"letters are {', '.join(LETTERS)} and `|`"
+        hint += f": `{pattern.upper()}`" if {*pattern.upper()} <= {*LETTERS, "|"} else ""
+        yield Problem(f"{quoted(unknown)} {said}", key="model.pattern", hint=hint, law="letter-unknown")
 
 
 def kinds(recipe: Recipe, letters: str) -> list[str]:
