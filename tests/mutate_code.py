@@ -159,7 +159,10 @@ GROUPS = {
             "tests/cpu/test_lint_count.py", "tests/cpu/test_lint_stages.py",
         ),
     ),
-    "data": Group(("nam_megatron/data/*.py",), ("tests/test_said_right.py", f"tests/test_data.py {SLOW_DATA}",)),
+    "data": Group(
+        ("nam_megatron/data/*.py",),
+        ("tests/test_said_right.py", "tests/test_indexed.py", "tests/cpu/test_judged_checkpoints.py", f"tests/test_data.py {SLOW_DATA}"),
+    ),
     "layers": Group(
         (
             "nam_megatron/blocks/*/layer.py", "nam_megatron/runtime/stack.py", "nam_megatron/runtime/hyper_connections.py",
@@ -253,6 +256,16 @@ def completed(groups: dict[str, Group]) -> dict[str, Group]:
 
 
 GROUPS = completed(GROUPS)
+
+
+def asked(group: str, path: str) -> list[str]:
+    """The tests of a group, those that name the file first; and of a file that none of them names, those that do."""
+    named = {*naming(path, deep=False)}
+    others = {
+        words: named.isdisjoint(word.partition("::")[0] for word in words.split()) for words in GROUPS[group].tests
+    }
+    return sorted(others, key=lambda words: others[words]) + (sorted(named) if all(others.values()) else [])
+
 
 # Survivors that are right: `path: the line as it was -> as it is`, and why no test can or should tell them apart.
 SAME: dict[str, str] = {
@@ -558,10 +571,11 @@ class Worker:
     def ask(self, group: str, mutant: Mutant | None) -> dict[str, Any]:
         from cosmic_ray.mutating import mutate_code
 
-        g, source = GROUPS[group], None
+        source, tests = None, list(GROUPS[group].tests)
         if mutant:
             source = mutate_code(written(mutant.path), operators()[mutant.operator], mutant.occurrence)
-        task = {"path": mutant and mutant.path, "source": source, "tests": g.tests}
+            tests = asked(group, mutant.path)
+        task = {"path": mutant and mutant.path, "source": source, "tests": tests}
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(json.dumps(task) + "\n")
         self.process.stdin.flush()

@@ -735,8 +735,9 @@ REFUSALS = [
     (NATIVE, GRAPHS | FULL, "feature.cuda_graphs.impl", "exclude each other"),
     (NATIVE, GRAPHS | {"feature.cuda_graphs.impl": "local", "feature.cuda_graphs.modules": ["moe_router"]},
      "feature.cuda_graphs.modules", "capture `moe_preprocess` with `moe_router`"),
-    (DESIGN, SELECTIVE | {"feature.recompute.modules": ["mla_up_proj"], "feature.megatron_fsdp.enabled": True,
-                          "parallel.expert": 1}, "feature.recompute.modules", "loses one of the gradients that it gets in two passes"),
+    *((DESIGN, SELECTIVE | FSDP | {"feature.recompute.modules": ["mla_up_proj"], STRATEGY: strategy, "parallel.expert": 1},
+       "feature.recompute.modules", "loses one of the gradients that it gets in two passes")
+      for strategy in ("optim_grads_params", "optim_grads")),
     (NATIVE, GRAPHS | {"feature.cuda_graphs.modules": ["moe_router"]} | SELECTIVE | {"feature.recompute.modules": ["moe"]},
      "feature.cuda_graphs.modules", "recompute of `moe` would run"),
     (NATIVE, GRAPHS | {"model.letters.E": "mlp", "feature.cuda_graphs.modules": ["mlp"], "model.hidden_dropout": 0.1} | SELECTIVE

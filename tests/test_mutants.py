@@ -74,6 +74,14 @@ def test_a_kernel_has_the_tests_that_interpret_it():
     assert mutate_code.interpreting("nam_megatron.verify") == set()
 
 
+def test_a_file_is_asked_of_the_tests_that_name_it():
+    """First, and where its group has none of them behind those that it has."""
+    of_group = mutate_code.GROUPS["lint"].tests
+    assert mutate_code.asked("lint", "nam_megatron/lint/others.py") == [*of_group, "tests/test_lint_others.py"]
+    first, *others = mutate_code.asked("data", "nam_megatron/data/indexed.py")
+    assert first == "tests/test_indexed.py" and {first, *others} == {*mutate_code.GROUPS["data"].tests}
+
+
 # Programs that no test names, nor their folder: a mistake in them nobody can notice but by chance.
 UNNAMED: set[str] = set()
 

@@ -86,9 +86,9 @@ def of(content: Mapping[str, Any]) -> tuple[str, ...] | None:
     if isinstance(job, Mapping) and type(job.get("nodes")) is int and job["nodes"] > 1:
         outcome = content.get("outcome")
         ranks = outcome.get("ranks") if isinstance(outcome, Mapping) else None
-        found_ids = [r.get("uuid") for r in ranks if isinstance(r, Mapping)] if isinstance(ranks, list) else []
-        ids = [one for one in found_ids if isinstance(one, str)]
-        if len(ids) != job.get("world") or len(ids) != len(found_ids):
+        told = [r.get("uuid") for r in ranks if isinstance(r, Mapping)] if isinstance(ranks, list) else []
+        ids = [one for one in told if isinstance(one, str)]
+        if len(ids) != job.get("world"):
             return None
         return "gpus", _hash(*sorted(ids))
     if not isinstance(found, Mapping):

@@ -78,6 +78,9 @@ def test_a_cluster_host_keeps_its_root_volume_free():
 def test_a_subvolume_of_the_root_disk_is_the_root_disk():
     (said,) = failures(storage.root_volume(used(recipe()), storage.mounts(BTRFS)), "root-volume")
     assert said.startswith("on the root volume: durable")
+    # Of what is no disk the source is but a word: two tmpfs are two.
+    apart = storage.mounts(BTRFS.replace("/dev/sda2", "overlay"))
+    assert failures(storage.root_volume(used(recipe()), apart), "root-volume") != [said]
 
 
 def test_no_mount_table_is_a_finding():
