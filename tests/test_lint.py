@@ -684,6 +684,7 @@ BESIDE = (
     ("torchrun t.py {} --num-experts 8 --expert-model-parallel-size 8 --overlap-moe-expert-parallel-comm --recompute-modules moe "
      "--recompute-granularity $HOW --moe-token-dispatcher-type alltoall", "conflict", ""),
     ("torchrun t.py {} --tokenizer-type BailingTokenizer", "", "bad-value"),
+    ("torchrun t.py {} --tokenizer-type Llama3Tokenizer", "", "bad-value"),
     ("torchrun t.py {} --tokenizer-type GPT2BPE", "bad-value", ""),
     ("torchrun t.py {} --tokenizer-type HuggingfaceTokenizer", "bad-value", ""),
     ("torchrun t.py {} --train-samples 9000000 --global-batch-size $GBS --lr-warmup-samples 2000", "", "schedule-apart"),
@@ -2010,6 +2011,7 @@ def test_a_flag_of_what_is_logged_that_is_given_twice_is_no_other_model():
         ({"--pipeline-model-parallel-size": "1000000007"}, "pipeline-split"),  # a list of as many was built
         ({"--rotary-percent": "nan"}, "rope-columns"),
         ({"--rotary-percent": "inf"}, "rope-columns"),
+        ({"--rotary-percent": "0.01"}, "rope-share-odd"),  # no column: nothing stops, nothing is turned
         (
             {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": "0"},
             "not-positive",

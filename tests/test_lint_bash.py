@@ -53,6 +53,9 @@ SCRIPTS = [
     'X=4; until [ $X -ge 7 ]; do X=$((X+1)); done; RUN $X',
     'A=(1 4 2); RUN ${A[1]}',
     'A=(1 4 2); RUN ${A}',
+    'A=(1 4 2); RUN ${#A[@]}',
+    'A=(); RUN 4${#A[*]}',
+    'A=(1 4 2); A+=(5); [ ${#A[@]} -eq 4 ] && X=$((2*${#A[@]})); RUN $X',
     'A=(1 2 4); RUN ${A[-1]}',
     'X=4; RUN ${X:+5}',
     'RUN ${X:+5}4',
@@ -204,7 +207,7 @@ OPEN = [
     'declare -i X=2+3; RUN $X',
     'A=(1 4 2); N=$(wc -l < t.sh); A[$N]=5; RUN ${A[0]}${A[1]}${A[2]}',
     'A=(1 4 2); N=$(expr 1); A[$N]=5; RUN ${A[1]}',
-    'A=(1 2 4); RUN ${#A[@]}',
+    'A=(1 *s 4); RUN ${#A[@]}',
     'if [ 1 = 1 -a 2 = 3 ]; then X=5; else X=4; fi; RUN $X',
     'if [[ abc =~ ^a ]]; then X=4; else X=5; fi; RUN $X',
     'X=4; Y=X; RUN ${!Y}',
@@ -852,6 +855,16 @@ def test_a_branch_in_a_branch_is_open_where_its_condition_is_asked_above_too(abo
 def test_a_row_keeps_what_does_not_hang_on_what_two_conditions_decide(flags, label, said):
     rows = describe.told(lint(FORKED.format(f"[ $X = 1 ] && ARGS+=({flags} 8); [ $Y = 1 ] && ARGS+=({flags} 16)")))
     assert rows[label] == said and "Mamba" not in rows
+
+
+def test_a_row_that_two_conditions_decide_piece_by_piece_says_what_one_of_them_makes():
+    """It was a whole `?`, the tensor size in it, too."""
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    asked = f"[ $X = 1 ] && ARGS+=(--num-experts 8 --expert-model-parallel-size 8); [ $Y = 1 ] && ARGS+=({full})"
+    shared = "tensor 1, pipeline 1, context 1"
+    assert describe.told(lint(FORKED.format(asked)))["layout"] == (
+        f"? ({shared}, expert 8, expert tensor 1, recompute ? if $X = 1, else {shared}, recompute ?)"
+    )
 
 
 def test_what_is_open_in_one_way_is_called_so():

@@ -766,7 +766,6 @@ def test_a_program_of_megatrons_is_no_recipe_of_bridges(split, read):
 
 SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 99 --position-embedding-type rope --seq-length 8"
 GRAPHS = "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router"
-ZERO = "--recompute-granularity full --recompute-num-layers 0 --recompute-method"
 FORK = "--la-module gla --la-mode chunk --layer-types LL --max-padding 8 --extra-vocab 9 --la-gate-fn swish --use-la-module"
 PATTERN = "--hybrid-layer-pattern MM --num-layers 4 --moe-layer-freq 1"
 
@@ -782,8 +781,6 @@ PATTERN = "--hybrid-layer-pattern MM --num-layers 4 --moe-layer-freq 1"
         ("companion-later", f"torchrun pretrain_gpt.py {SHAPE} --split 1,0,0 --train-data-path a {FORK}", False),
         ("num-layers-ignored moe-layer-freq-ignored", f"torchrun pretrain_mamba.py {SHAPE} {PATTERN}", True),
         ("num-layers-ignored moe-layer-freq-ignored", f"torchrun pretrain_mamba.py {SHAPE} {PATTERN} {FORK}", False),
-        ("recompute-ignored", f"torchrun pretrain_gpt.py {SHAPE} {ZERO} block", True),
-        ("recompute-ignored", f"x {SHAPE} {ZERO} block --a-b 1".replace("-", "_").replace("__", "--"), False),
         (
             "recompute-ignored recompute",
             f"torchrun pretrain_gpt.py {SHAPE} --recompute-granularity full --recompute-num-layers 1 --recompute-method block",
@@ -792,7 +789,7 @@ PATTERN = "--hybrid-layer-pattern MM --num-layers 4 --moe-layer-freq 1"
     ],
 )
 def test_what_another_program_or_text_may_say_is_no_failure(rules, text, finds):
-    """Experts of flags that a command prints, a launch by a script that has the rest, a fork's own layers, blocks of no layer."""
+    """Experts of flags that a command prints, a launch by a script that has the rest, a fork's own layers."""
     assert {f.id for f in lint(text).findings} & set(rules.split()) == (set(rules.split()) if finds else set())
 
 
@@ -865,10 +862,32 @@ def test_one_model_or_another_is_not_two():
 OF_A_FORK = f"torchrun pretrain_mamba_ours.py {SHAPE} --keep-last 3 --debug-mode --eval-loss-save"
 
 
-def test_a_hybrid_whose_layers_ratios_make_is_not_one_of_none():
-    for ratios, told in ((" --hybrid-attention-ratio 0.08 --hybrid-mlp-ratio 0.5", "?"), ("", "none")):
-        found = lint(f"{OF_A_FORK}{ratios}")
-        assert dict(describe.rows(found.args, found.model))["layers"] == told
+@pytest.mark.parametrize(
+    ("script", "more", "layers", "width"),
+    [
+        ("pretrain_mamba_ours.py", "--keep-last 3 --debug-mode --eval-loss-save", "?", "hidden 64, MLP ?"),
+        ("pretrain_mamba.py", "--hybrid-attention-ratio 0.08 --hybrid-mlp-ratio 0.5", "?", "hidden 64, MLP ?"),
+        ("pretrain_mamba.py", "", "none", "hidden 64"),
+    ],
+)
+def test_a_hybrid_whose_layers_ratios_or_a_fork_make_is_not_one_of_none(script, more, layers, width):
+    found = lint(f"torchrun {script} {SHAPE} {more}")
+    rows = dict(describe.rows(found.args, found.model))
+    assert rows["layers"] == layers and rows["width"] == width
+
+
+def test_blocks_of_no_layer_are_told_where_the_layout_stands_and_are_no_finding():
+    """Who writes 0 knows; the report said `recompute full`, too."""
+    found = lint(
+        f"torchrun pretrain_gpt.py {SHAPE} --recompute-granularity full --recompute-num-layers 0 --recompute-method block"
+    )
+    assert "recompute full, of no layer" in dict(describe.rows(found.args, found.model))["layout"]
+    assert "recompute-ignored" not in {f.id for f in found.findings}
+
+
+def test_a_script_that_starts_another_is_no_stray_word_before_it():
+    found = lint(f"torchrun --nproc-per-node 8 profiled.py pretrain_gpt.py {SHAPE}")
+    assert found.launch.script == "pretrain_gpt.py" and "stray-word" not in {f.id for f in found.findings}
 
 
 @pytest.mark.parametrize(("pattern", "doubted"), [("M-*-", True), ("ME*E", False)])

@@ -87,7 +87,7 @@ def rows(a: Args, m: Model, written: Callable[[str], str] | None = None) -> Iter
     yield from row("MTP", lambda: _mtp(a, m))
     yield from row("parameters", lambda: _parameters(a, m))
     yield from row(
-        "width", lambda: f"hidden {_hung(lambda: m.need('hidden_size'))}{_hung(lambda: _mlp(a, m), ', MLP ?')}"
+        "width", lambda: f"hidden {_hung(lambda: m.need('hidden_size'))}{known(lambda: _mlp(a, m), ', MLP ?')}"
     )
     yield from row("attention", lambda: _attention(a, m))
     yield from row("positions", lambda: _positions(a, m))
@@ -148,7 +148,8 @@ def _merged(pieces: list[str], forks: list[list[tuple[str, list[str]]]]) -> list
     if len(deciding) == 1:
         pieces = deciding[0][0][1]
     if any(len(cut) != len(pieces) for may in deciding for _, cut in may):
-        return [_either([(on, "".join(cut)) for on, cut in deciding[0]]) if len(deciding) == 1 else "?"]
+        whole = ([(on, "".join(cut)) for on, cut in may] for may in deciding)
+        return [_either(min(whole, key=lambda may: sum(text.count("?") for _, text in may)))]
     found, decided = list(pieces), set[int]()
     for may in deciding:
         for i in range(len(pieces)):
@@ -599,6 +600,10 @@ def _layout(a: Args, m: Model) -> str:
     def experts() -> bool:
         return lacks(lambda: m.moe, bool(a.sure("expert_model_parallel_size")))
 
+    def recomputed() -> str | None:
+        of_none = m.recompute == "full" and a.recompute_method == "block" and a.recompute_num_layers == 0
+        return "full, of no layer" if of_none else m.recompute
+
     words = [
         " ".join([size("tensor", lambda: m.tp), *piece("+ sequence", lambda: m.sequence_parallel)]),
         size("pipeline", lambda: m.pp),
@@ -608,7 +613,7 @@ def _layout(a: Args, m: Model) -> str:
         *piece("expert tensor", lambda: experts() and known(lambda: str(m.etp), "?")),
         *piece("Megatron-FSDP", lambda: a.use_megatron_fsdp),
         *piece("torch FSDP2", lambda: a.use_torch_fsdp2),
-        *piece("recompute", lambda: m.recompute),
+        *piece("recompute", recomputed),
         *piece("CUDA graphs", lambda: m.graphs.removeprefix("none")),
     ]
     return on + ", ".join(words)

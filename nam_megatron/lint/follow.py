@@ -803,6 +803,11 @@ class Follower:
             return given
         if text == "#":
             return [hole("#") if any(map(holes, given)) else str(len(given))]
+        if counted := re.fullmatch(r"#(\w+)\[[@*]\]", text):
+            held = self.run.variables.get(counted[1])
+            words = held if isinstance(held, list) else [hole(text)]
+            open_ = any(holes(word) or re.search(r"[*?[]", word) for word in words)  # or names of files
+            return [hole(_brief(text)) if open_ else str(len(words))]
         if replaced := REPLACED.fullmatch(text):
             old = " ".join(self.variable(replaced[1]))
             return [old if holes(old) else old.replace(replaced[3], replaced[4] or "", -1 if replaced[2] else 1)]
@@ -845,7 +850,8 @@ class Follower:
             for name in NAME.findall(text):
                 self.put(name, hole(name))
             return hole(_brief(f"({text})"))
-        filled = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda m: " ".join(self.variable(m[1])), text)
+        terms = r"\$\{(#\w+\[[@*]\])\}|\$?\{?([A-Za-z_]\w*)\}?"
+        filled = re.sub(terms, lambda m: " ".join(self.variable(m[1] or m[2])), text)
         value = None if holes(filled) or len(filled) > 200 else _calculate(filled)
         return hole(_brief(f"({text})")) if value is None else str(value)
 

@@ -147,7 +147,11 @@ class Model:
         """(Megatron's layer number, kind) of every sublayer; a GPT layer has two, attention and MLP or MoE."""
         if self.plan:
             return self.plan.layers
-        if self.bad_symbols or len(self.parts[0]) > MOST or (self.hybrid and self.pattern is None and self.a.ratios):
+        if (
+            self.bad_symbols
+            or len(self.parts[0]) > MOST
+            or (self.hybrid and self.pattern is None and self.a.unsaid_layers)
+        ):
             raise NotKnown("hybrid_layer_pattern")
         if self.hybrid:
             return tuple((n, SYMBOLS[c]) for n, c in enumerate(self.parts[0].replace("|", ""), 1))

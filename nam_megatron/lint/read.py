@@ -332,7 +332,10 @@ def _split(words: tuple[str, ...], target: Target) -> tuple[tuple[str, ...], lis
             and not re.match(r"torch\.distributed|(nam_megatron\.)?torchrun", words[i + 1])
         )
         if module or (word.endswith(".py") and not word.startswith("-")):
-            return words[:i], list(words[i + 1 + module :]), words[i + module]
+            at = i + module
+            while at + 1 < len(words) and re.fullmatch(r"[^-]\S*\.py", words[at + 1]):  # one that starts another
+                at += 1
+            return words[:i], list(words[at + 1 :]), words[at]
     for i, word in enumerate(words):
         if _is_flag(word, target):
             return words[:i], list(words[i:]), None

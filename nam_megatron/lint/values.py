@@ -350,9 +350,9 @@ class Args:
         return 0 if self.of_deepspeed and count == 1 else count
 
     @property
-    def ratios(self) -> bool:
-        """Whether ratios say which layers a hybrid has, as an earlier Megatron took them."""
-        return any(re.fullmatch("--hybrid-.*-ratio", f) for f in [*self.foreign, *(t.about for t in self.trouble)])
+    def unsaid_layers(self) -> bool:
+        """Whether a hybrid without a pattern has layers all the same: by an earlier Megatron's ratios, or by a fork's default."""
+        return bool(self.foreign) or any(re.fullmatch("--hybrid-.*-ratio", t.about) for t in self.trouble)
 
     @cached_property
     def shaping(self) -> list[str]:

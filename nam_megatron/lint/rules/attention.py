@@ -83,7 +83,7 @@ def _columns(a: Args, m: Model) -> float | None:
 def _turned(a: Args, m: Model) -> list[str]:
     """Shares of a head that RoPE cannot turn: it turns columns in pairs, and no more than there are."""
     found, columns = [], _columns(a, m)
-    if columns is not None and not (1 <= columns <= m.head_dim and int(columns) + int(columns) % 2 <= m.head_dim):
+    if columns is not None and not (0 <= columns <= m.head_dim and int(columns) + int(columns) % 2 <= m.head_dim):
         said = "rotary_percent" if a.said("rotary_percent") else "kv_channels"
         flag = a.written(said) if a.said(said) else without(a.written(said))
         found.append(f"{flag}\t{columns:g} columns of a head of {m.head_dim}\t")
@@ -112,10 +112,10 @@ RULES = (
         "core/models/common/embeddings/rope_utils.py _apply_rotary_pos_emb_bshd"),
     Rule("rope-share-odd", WRONG, "rotary_percent",
         lambda a, m: (columns := _columns(a, m)) is not None
-            and 1 <= columns < m.head_dim
-            and int(columns) % 2 == 1
-            and f"{columns:g} columns of a head of {m.head_dim}",
-        "RoPE turns columns in pairs: one more than the share has, by the angles of the odd number",
+            and 0 <= columns < m.head_dim
+            and (columns < 1 or int(columns) % 2 == 1)
+            and f"{columns:g} columns of a head of {m.head_dim}{': none is turned' * (columns < 1)}",
+        "RoPE turns columns in pairs: of an odd number one more, by the odd number's angles",
         "choose a share that turns whole pairs", "core/models/common/embeddings/rotary_pos_embedding.py"),
     Rule("mla-refuses", FAIL, "", _mla_refuses, "MLA refuses it", "leave it out", f"{VALIDATE}, {CONFIG}"),
     Rule("mla-flags-ignored", WRONG, "", lambda a, m: [] if m.mla else each(a, MLA_ONLY), "ignored: MLA is not on",

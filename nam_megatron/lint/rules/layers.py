@@ -70,7 +70,7 @@ RULES = (
         "give one entry a layer, such as `([0]*1+[1]*7)` for eight", "core/models/gpt/gpt_layer_specs.py"),
     *map(trap, ("gpt-script-with-pattern",)),
     Rule("no-layers", WRONG, "hybrid_layer_pattern|num_layers",
-        lambda a, m: m.hybrid and (m.pattern is None or not m.num_layers) and not a.ratios,
+        lambda a, m: m.hybrid and (m.pattern is None or not m.num_layers) and not a.unsaid_layers,
         "a hybrid without a pattern has no layers: embedding, final norm and output are all that is trained",
         "give `--hybrid-layer-pattern`; `--num-layers` alone builds nothing here", f"{HYBRID}, {PATTERN}"),
     Rule("num-layers-ignored", WRONG, "num_layers",

@@ -157,8 +157,6 @@ def _recompute(a: Args, m: Model) -> Iterator[str]:
 
 
 def _unrecomputed(a: Args, m: Model) -> list[str]:
-    if m.recompute == "full" and a.recompute_method == "block" and a.recompute_num_layers == 0 and not a.elsewhere:
-        return [f"{a.written('recompute_num_layers')}\tthe first 0 layers of each stage are\tsay how many"]
     return [] if m.recompute else each(a, ("recompute_modules", "recompute_method", "recompute_num_layers"))
 
 

@@ -165,7 +165,8 @@ def _of_a_fork(bad: Trouble, strange: int) -> bool:
         return strange > 0 and value.startswith("adam") and not re.fullmatch("adam_?w", value, re.IGNORECASE)
     choices = bad.detail.removeprefix(CHOICES).strip().split(", ")
     own_class = name == "--tokenizer-type" and re.fullmatch(r"\w*Tokenizer\w*", value)
-    return bool(own_class) and all(alike(value, choice) < 0.9 for choice in choices)
+    bare = re.sub(r"\d", "", value)  # Llama3Tokenizer is no misspelt Llama2Tokenizer
+    return bool(own_class) and all(alike(value, c) < 0.9 or bare == re.sub(r"\d", "", c) for c in choices)
 
 
 def left_open(a: Args) -> Iterator[tuple[str, str, tuple[int, ...]]]:
