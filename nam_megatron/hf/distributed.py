@@ -160,24 +160,24 @@ class _Planner(DefaultSavePlanner):
     """Knows lazy tensors by empty ones of their shape, and frees what was made for writing once the next is asked for: torch 2.11's writer
     keeps every tensor until its file is whole.
 
-    Each expert is a piece of its own, as Megatron saves it: its reader asks for one after the other, and reads a whole piece for each.
+    Experts and what tensor ranks divide are pieces as Megatron saves them: its reader reads a whole piece for what it takes of it.
     """
 
-    def __init__(self, lazy: Mapping[str, Lazy]):
+    def __init__(self, lazy: Mapping[str, Lazy], ranks: int):
         super().__init__(flatten_state_dict=False)
-        self.lazy = lazy
+        self.lazy, self.ranks = lazy, ranks
         self.written: torch.Tensor | None = None
-        self.held: tuple[str, torch.Tensor] | None = None  # the experts that are written just now
+        self.held: tuple[str, torch.Tensor] | None = None  # of which pieces are written just now
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
-        return replace(plan, items=[part for item in plan.items for part in _parts(item)])
+        return replace(plan, items=[part for item in plan.items for part in _parts(item, self.ranks)])
 
     def resolve_data(self, write_item: Any) -> Any:
         if self.written is not None:
             self.written.untyped_storage().resize_(0)
         self.written = None
-        value = super().resolve_data(write_item)
+        value = self._piece(write_item) if write_item.type == WriteItemType.SHARD else super().resolve_data(write_item)
         if isinstance(value, torch.Tensor):
             part = value.untyped_storage().nbytes() != value.nbytes  # which would be copied there
             value = value.detach().clone() if part else value
@@ -186,17 +186,15 @@ class _Planner(DefaultSavePlanner):
         return value
 
     def lookup_object(self, index: metadata.MetadataIndex) -> Any:
-        if index.offset is None or not _by_expert(index.fqn):
-            self.held = None
-            return self._given(index)
-        if self.held is None or self.held[0] != index.fqn:
-            self.held = None
-            self.held = index.fqn, self._given(replace(index, offset=None))
-        return self.held[1][index.offset[0] :][:1]
-
-    def _given(self, index: metadata.MetadataIndex) -> Any:
+        self.held = None
         found = self.lazy.get(index.fqn)
         return super().lookup_object(index) if found is None else found.read()
+
+    def _piece(self, item: WriteItem) -> torch.Tensor:
+        if self.held is None or self.held[0] != item.index.fqn:
+            self.held = item.index.fqn, self.lookup_object(replace(item.index, offset=None))
+        chunk = item.tensor_data.chunk
+        return self.held[1][tuple(slice(at, at + n) for at, n in zip(chunk.offsets, chunk.sizes, strict=True))]
 
 
 def _by_expert(key: str) -> bool:
@@ -204,16 +202,24 @@ def _by_expert(key: str) -> bool:
     return ".mlp.experts.experts." in key and ".adapter." not in key
 
 
-def _parts(item: WriteItem) -> Iterator[WriteItem]:
-    whole = item.tensor_data
-    if whole is None or not _by_expert(item.index.fqn):
+# Linear layers whose columns tensor ranks divide; of all others the rows, of a gate and of what it weighs each by itself.
+BY_COLUMN = ("linear_proj.weight", "linear_fc2.weight", "out_proj.weight")
+
+
+def _parts(item: WriteItem, ranks: int) -> Iterator[WriteItem]:
+    whole, key = item.tensor_data, item.index.fqn
+    axis, counts = int(key.endswith(BY_COLUMN)), [2 * ranks, ranks]
+    if whole is None or (not _by_expert(key) and (ranks == 1 or len(whole.size) != 2)):
         yield item
         return
-    sizes = torch.Size((1, *whole.size[1:]))
-    for expert in range(whole.size[0]):
-        chunk = metadata.ChunkStorageMetadata(torch.Size((expert, *[0] * (len(sizes) - 1))), sizes)
-        index = replace(item.index, offset=chunk.offsets)
-        yield replace(item, index=index, type=WriteItemType.SHARD, tensor_data=replace(whole, chunk=chunk))
+    if _by_expert(key):
+        axis, counts = 0, [whole.size[0]]
+    count = next((count for count in counts if whole.size[axis] % count == 0), 1)
+    sizes = torch.Size(n // count if i == axis else n for i, n in enumerate(whole.size))
+    for part in range(count):
+        offsets = torch.Size(part * n if i == axis else 0 for i, n in enumerate(sizes))
+        cut = replace(whole, chunk=metadata.ChunkStorageMetadata(offsets, sizes))
+        yield replace(item, index=replace(item.index, offset=offsets), type=WriteItemType.SHARD, tensor_data=cut)
 
 
 def model_keys(tensors: list[Tensor]) -> set[str]:
@@ -242,12 +248,13 @@ def write(folder: Path, given: Mapping[str, torch.Tensor | Lazy], lowering: Lowe
     args = Namespace(num_layers=len(lowering.plan.layers), **{n: lowering.by_name[n].value for n in COMPARED})
     state = {"checkpoint_version": 3.0, "iteration": 0, "args": args, "content_metadata": METADATA}
     common = {"common_state/shard_0_1": [state]}
+    planner = _Planner(lazy, lowering.plan.recipe.parallel.tensor)
     # Nothing is copied ahead: one tensor is written before the next is asked for.
     writer = FileSystemWriter(step, single_file_per_rank=True, thread_count=1, sync_files=True, per_thread_copy_ahead=0)
     try:
         with warnings.catch_warnings():  # that one process saves, as it is told to
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            save_checkpoint({**tensors, **said, **common}, storage_writer=writer, planner=_Planner(lazy), no_dist=True)
+            save_checkpoint({**tensors, **said, **common}, storage_writer=writer, planner=planner, no_dist=True)
     except CheckpointException as wrapped:  # what a lazy tensor refused, or the disk
         raise wrapped.failures[0][0] from None
     (step / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))

@@ -20,6 +20,8 @@ import transformers
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from hf_configs import GPT_OSS
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from presets import lowered
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
@@ -227,6 +229,19 @@ def layouts() -> Iterator[tuple[str, str]]:
     yield "deepseek_v3", "ep"
 
 
+def whole_pieces(model: Any, step: Path) -> None:
+    """torch reads all of a piece, whatever part of it a rank takes: of no matrix one takes a part, but of an expert's."""
+    state, chunks = model.sharded_state_dict(), distributed.Checkpoint(step).chunks
+    apply_factories(state)
+    taken = [at for at in nested_values(state) if isinstance(at, ShardedTensor) and len(at.local_shape) == 2]
+    assert any(chunks[at.key][0] != at.local_shape for at in taken)
+    for at in (at for at in taken if ".experts." not in at.key):
+        ours = [range(o, o + n) for o, n in zip(at.global_offset, at.local_shape, strict=True)]
+        for offsets, sizes in chunks[at.key][2].items():
+            both = [len({*mine} & {*range(o, o + n)}) for mine, o, n in zip(ours, offsets, sizes, strict=True)]
+            assert not all(both) or (*both,) == (*sizes,), at.key
+
+
 @pytest.mark.few("llama_3_1-tp")
 @pytest.mark.parametrize(("name", "layout"), sorted(layouts()))
 def test_any_layout_reads_the_weights(made, name, layout, tmp_path):
@@ -244,6 +259,8 @@ def test_any_layout_reads_the_weights(made, name, layout, tmp_path):
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         test_hf.norm()
         model = check.built(lowering, step, "fp32")
+        if "tp" in layout:
+            whole_pieces(model, step)
         if layout == "pp":
             state = model.sharded_state_dict(metadata={"dp_cp_group": model.pg_collection.dp_cp})
             dist_checkpointing.save(state, str(tmp_path / "again"))
