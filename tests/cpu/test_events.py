@@ -133,6 +133,17 @@ def test_code_that_changes_while_it_is_read_is_another_and_ends_no_training(tmp_
     assert asked and events.read(tmp_path, "mine", source="a hash").other == "source"
 
 
+def test_memory_is_read_after_the_first_step_and_whenever_their_number_has_doubled(monkeypatch):
+    """Of a run that goes on at step 1000, too: once, and not in each microbatch until it has doubled so far."""
+    said = []
+    monkeypatch.setattr(readings, "_say", lambda _, step: said.append(step))
+    for begun in (0, 1000):
+        found = readings.Readings()
+        for microbatch in range(80):
+            found.step(begun + microbatch // 2)
+    assert said == [1, 2, 4, 8, 16, 32, 1000, 1024]
+
+
 @pytest.mark.slow
 def test_a_checkpoint_in_the_background_is_saved_once_it_is_whole(tmp_path):
     words = (f"schedule.save={tmp_path}/ckpt", "schedule.save_interval=4", "schedule.async_save=true", *SHORT)

@@ -462,6 +462,25 @@ def test_the_shared_expert_runs_while_tokens_travel(forked):
         assert told == expected
 
 
+def test_what_leaves_lies_in_a_row():
+    """A gradient is often a view, and NCCL sends bytes as they lie. What arrives may be read once, and no journey begins before."""
+    sent = []
+
+    def send(x, group):
+        sent.append((x, group))
+        return x, SimpleNamespace(wait=lambda: sent.append("waited"))
+
+    trip, x = travel.Trip(send, "group"), torch.arange(6.0).view(2, 3).T
+    begun = trip.start(send, x)
+    (left, group) = sent[0]
+    assert left.is_contiguous() and torch.equal(left, x) and group == "group"
+    with pytest.raises(AssertionError, match="under way"):
+        trip.start(send, x)
+    assert trip.end() is begun and sent[1] == "waited"
+    with pytest.raises(AssertionError, match="nothing"):
+        trip.end()
+
+
 def copies(monkeypatch, ddp, rig):
     """Whether weights of a projection were copied, in any pass of a step; and how many layers wait for the host."""
     rig.ddp = DistributedDataParallel(rig.config, ddp, rig.model)
