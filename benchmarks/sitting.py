@@ -164,18 +164,6 @@ JOBS = {
             ("tensor", "parallel.tensor=2 parallel.sequence=true"),
         )
     },
-    # FP8 under an FSDP with neither of two keys, and with each: with both it differs by a little more than rounding explains.
-    "prove_untried": Job(
-        2, 12,
-        PROVE % ("untried", "nam56r_fused")
-        + "".join(
-            f' --with "cluster=h200_2 +overlay=[fp8,fsdp_ep] {KEEP}={kept} {PARTS}=[experts,latents,m2rnn{more}"'
-            for kept, more in (
-                ("false", "]"), ("false", ",mamba3_rates] allow.mamba3-rates-fsdp=tried"), ("true", "] allow.fp8-inputs-fsdp=tried")
-            )
-        ),
-        gib=40,
-    ),
     "prove_sharded": Job(
         2, 6,
         RESUMED % ("sharded", "nam56r_fused")

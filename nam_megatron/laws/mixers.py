@@ -11,7 +11,7 @@ from nam_megatron.blocks.mamba3.block import Mamba3
 from nam_megatron.compile.plan import Plan
 from nam_megatron.errors import quoted
 from nam_megatron.laws.law import CONTRADICTION, MATHS, OURS, REFUSES, UNTRIED, WRONG, Law, Words
-from nam_megatron.laws.sizes import FP8_ROW, FSDP_TRIED, SHARED, UNEVEN, fits, uneven, unshared
+from nam_megatron.laws.sizes import FP8_ROW, SHARED, UNEVEN, fits, uneven, unshared
 from nam_megatron.recipe.layout import Parallel
 from nam_megatron.recipe.model import Model
 
@@ -289,10 +289,6 @@ LAWS = (
         when=rates_where(lambda plan: plan.recipe.parallel.tensor > 1),
         says="a rank's share of `mamba3_rates` cannot be multiplied apart from the rest of its projection",
         way="leave `mamba3_rates` out", source="nam_megatron/blocks/mamba3/layer.py"),
-    Law(id="mamba3-rates-fsdp", category=UNTRIED, key=NO_BF16_RATES,
-        when=rates_where(lambda plan: plan.recipe.feature.megatron_fsdp),
-        says="`mamba3_rates` in bf16 under an FSDP was tried and not proven", way="leave `mamba3_rates` out",
-        source=FSDP_TRIED),
     Law(id="mamba3-rates-blockwise", category=UNTRIED, key=NO_BF16_RATES,
         when=rates_where(_blockwise), says="`mamba3_rates` in bf16 has not been tried with FP8 scaled by blocks",
         way="leave `mamba3_rates` out"),

@@ -8,7 +8,7 @@ from nam_megatron.features.fp8 import Fp8
 from nam_megatron.features.recompute import Recompute
 from nam_megatron.laws.law import CONTRADICTION, OURS, REFUSES, UNTRIED, WRONG, Law, Words
 from nam_megatron.laws.memory import selective
-from nam_megatron.laws.sizes import FP8_ROW, FSDP_TRIED
+from nam_megatron.laws.sizes import FP8_ROW
 from nam_megatron.packages import FLASH_KEY
 from nam_megatron.recipe import Recipe
 from nam_megatron.recipe.layout import Parallel
@@ -232,9 +232,6 @@ LAWS = (
     inputs_untried("blockwise", lambda r: _fp8(r).recipe == "blockwise", "scaling `blockwise`"),
     inputs_untried("recompute", _recompute_of_parts, "recompute of parts of layers"),
     inputs_untried("graphs", graphs_of_parts, "CUDA graphs of parts of layers"),
-    Law(id="fp8-inputs-fsdp", category=UNTRIED, key=KEPT,
-        when=lambda fp8, recipe: fp8.keep_inputs and recipe.feature.megatron_fsdp,
-        says="keeping FP8 inputs under an FSDP was tried and not proven", way=f"set `{KEPT}=false`", source=FSDP_TRIED),
     inputs_untried("adapters", lambda r: r.feature.lora, "adapters"),
     Law(id="fp8-inputs-of-nothing", category=CONTRADICTION, key=KEPT,
         when=lambda fp8, plan: fp8.keep_inputs and not fp8.quantises_twice(plan.site),

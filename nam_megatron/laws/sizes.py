@@ -15,7 +15,6 @@ SHARED = (
     "fewer ranks that share it, or a multiple of {by}, which is another model"  # the way, of ranks that share a size
 )
 # FP8's kept inputs and rates of Mamba-3 in bf16, beside each other: nobody has tried them apart.
-FSDP_TRIED = "docs/log.md, four GPUs: with both, three outputs of layers are 1.1 times as far off as rounding explains"
 
 
 def uneven(what: str, total: int, by: int, by_key: str) -> Mapping[str, object] | None:
