@@ -373,12 +373,12 @@ SEEING = {
 }  # fmt: skip
 BIASED = {"gpt_oss"}  # with a clamped gate of its own, too
 # Keys that a file may leave out and that then have another value in transformers than none: what it builds would be a guess.
-LATENT = {"deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "glm_moe_dsa"}
+LATENT = {"deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "glm_moe_dsa", "youtu"}
 _DEEPSEEK = ("routed_scaling_factor", "n_group", "topk_group", "n_shared_experts")
 SAID: Mapping[str, tuple[str, ...]] = {
     "mistral": ("sliding_window",), "mixtral": ("sliding_window",), "qwen3": ("head_dim",), "qwen3_moe": ("head_dim",),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), ("head_dim", "partial_rotary_factor")),
-    **dict.fromkeys(LATENT, _DEEPSEEK), "deepseek_v2": (*_DEEPSEEK, "topk_method"),
+    **dict.fromkeys(LATENT - {"youtu"}, _DEEPSEEK), "deepseek_v2": (*_DEEPSEEK, "topk_method"),
     "glm_moe_dsa": (*_DEEPSEEK, "indexer_rope_interleave"),
     "gpt_oss": ("head_dim", "sliding_window", "layer_types", "attention_bias", "rope_scaling|rope_parameters"),
     "seed_oss": ("head_dim", "attention_bias", "attention_dropout", "residual_dropout"),
@@ -1028,7 +1028,7 @@ KINDS: Mapping[str, Callable[[Said], Words]] = {
     "llama": _blocks, "mistral": _mistral_alone, "mixtral": _mixtral, "qwen2": _all(_qwen2, _asked), "qwen3": _all(_qwen3, _asked),
     "qwen3_moe": _all(_qwen3, _qwen, _softmax, _asked), "qwen3_next": _all(_linear, *_SHARING), "qwen3_5_text": _all(_linear, _ahead),
     "qwen3_5_moe_text": _qwen3_5_moe, "deepseek_v2": _deepseek,
-    "deepseek_v3": _deepseek, "deepseek_v32": _deepseek, "kimi_k2": _deepseek, "glm4_moe": _glm4_moe,
+    "deepseek_v3": _deepseek, "deepseek_v32": _deepseek, "youtu": _deepseek, "kimi_k2": _deepseek, "glm4_moe": _glm4_moe,
     "glm4_moe_lite": _deepseek, "glm_moe_dsa": _deepseek, "nemotron_h": _nemotron_h,
     "gpt_oss": _gpt_oss, "seed_oss": _seed_oss, "qwen2_moe": _all(_qwen2, *_SHARING),
     "arcee": _blocks, "ministral": _ministral, "cwm": _ministral, "dots1": _dots1, "nemotron": _nemotron,
