@@ -43,7 +43,7 @@ def _overlapped_anyway(megatron_fsdp: MegatronFsdp, distributed_optimizer: Distr
 def _lost_gradient(recompute: Recompute, megatron_fsdp: MegatronFsdp, plan: Plan) -> bool:
     """What a second backward pass brings is written over what the first has brought (_grad_acc)."""
     again = "mla_up_proj" in selective(recompute) and "dsa" in plan.kinds
-    return again and megatron_fsdp.strategy != "optim"
+    return again and megatron_fsdp.strategy in ("optim_grads", "optim_grads_params")
 
 
 LAWS = (

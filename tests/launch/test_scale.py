@@ -123,6 +123,14 @@ def test_what_no_microbatch_can_hide_is_left():
     assert slow.ms - slow.hidden_ms == pytest.approx(scale.measured(run(FOUR))[0] / 4, rel=0.2)
 
 
+def test_gradients_travel_behind_two_thirds_of_a_microbatch_and_weights_behind_one():
+    """3 and 1.5 s of messages between two ranks, beside microbatches of 3 s."""
+    for overlapped, left in (((True, True), 1.5), ((True, False), 2.5), ((False, True), 3.5), ((False, False), 4.5)):
+        found = scale.Scale(6e9, 3e9, 0.0, True, 1.0, 1e9, 0.0, overlapped)
+        assert found.messages(2) == (3.0, 1.5)
+        assert found.rest(2, True, 3.0) == pytest.approx(left) and found.rest(2, False, 3.0) == pytest.approx(4.5)
+
+
 @pytest.mark.parametrize(
     "word",
     ["gpus=0", "gpus=0000000011", "gpus=two", "gpus=1,", "batch=1.5", "network=nan", "network=-1", "network=fast"],

@@ -69,6 +69,12 @@ def test_a_clock_that_went_back_hides_no_silence(tmp_path, capsys):
     assert found.bad and status.command([str(tmp_path)], {}) == 1
 
 
+def test_clocks_of_two_hosts_may_be_a_little_apart(tmp_path):
+    started(tmp_path, beats=(-40.0, -40.0))
+    (found,) = seen(tmp_path)
+    assert (found.state, found.why, found.bad) == ("running", None, False) and found.quiet_s < 0
+
+
 def test_a_rank_that_has_ended_is_not_the_one_that_is_behind(tmp_path):
     run = started(tmp_path, beats=(200.0, 90.0))
     file = run.folder / "beat" / "0"

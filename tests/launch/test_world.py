@@ -321,6 +321,8 @@ def test_a_copy_needs_a_revision_and_a_waiver(tmp_path):
     assert c.source.facts() | {"trees": None} == {
         "revision": "0123abc", "handed_in": True, "dirty": None, "diff_sha256": None, "trees": None,
     }  # fmt: skip
+    # A repository knows its own, which a word beside it does not replace.
+    assert not source.Source("0123abcd", "0123abc", True, "", {}).facts()["handed_in"]
 
 
 def test_a_misspelt_waiver_is_refused():
