@@ -1307,6 +1307,10 @@ def test_a_launch_of_others_is_priced_and_its_operations_are_counted(tmp_path, m
     core = 2 * 2 * 2 * 256 * 129 / 2
     assert found["flops"]["token"] == pytest.approx(3 * (2 * matrices + core), rel=1e-3)
     assert found["flops"]["step"] == found["flops"]["token"] * 32 * 128
+    # Without a global batch Megatron takes a micro batch of each of the four data-parallel ranks.
+    (tmp_path / "train.sh").write_text(text.replace("--global-batch-size 32", ""))
+    assert lint_command.main([str(tmp_path / "train.sh"), "flops=true", "format=json"]) == 1
+    assert json.loads(capsys.readouterr().out)["flops"]["step"] == found["flops"]["token"] * 2 * 4 * 128
 
 
 def test_what_a_launch_does_not_say_is_asked_for_before_it_is_priced_or_counted(tmp_path, capsys):

@@ -950,6 +950,25 @@ def test_a_name_is_held_against_the_models_card(name, flags, finds):
     assert {f.flag for f in found.findings if f.id == "not-the-card"} == finds
 
 
+def test_a_bias_on_every_layer_is_one_on_queries_and_keys_too():
+    qwen = "--hidden-size 3584 --num-attention-heads 28 --group-query-attention --num-query-groups 4 --ffn-hidden-size 18944 --swiglu"
+    qwen += " --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights --rotary-base 1000000"
+    for said, flag in (("", "without --disable-bias-linear"), ("--disable-bias-linear", "without --add-qkv-bias")):
+        found = lint(
+            f"torchrun pretrain_gpt.py {qwen} --norm-epsilon 1e-6 --num-layers 28 {said}", "qwen2_7b.sh"
+        ).findings
+        assert {f.flag for f in found if f.id == "not-the-card"} == {flag}
+
+
+def test_a_third_of_what_both_have_makes_a_model_of_its_own():
+    """Of 23 values of Mixtral's card a dense model has 18, of which six may be others."""
+    dense = "--hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 4 --ffn-hidden-size 14336"
+    dense += " --rotary-base 1000000 --position-embedding-type rope --num-layers 32 --disable-bias-linear --qk-layernorm --add-qkv-bias"
+    for more, count in (("--swiglu", 6), ("", 0)):
+        found = lint(f"torchrun pretrain_gpt.py {dense} {more}", "mixtral_8x7b.sh").findings
+        assert sum(f.id == "not-the-card" for f in found) == count
+
+
 def test_flags_that_a_script_sets_and_forgets_are_told():
     """A launch of Mixtral's trained a dense model, as nothing took the flags of its experts; others were not sharded."""
     text = "A='--num-layers 2 --swiglu'\nMOE=(\n--num-experts 8\n--moe-router-topk 2\n)\ntorchrun pretrain_gpt.py --lr 1 $A"

@@ -19,7 +19,7 @@ from nam_megatron.judge.same import flat
 from nam_megatron.laws import book
 from nam_megatron.laws.law import WRONG
 from nam_megatron.lint import describe, lint, recipe, rules
-from nam_megatron.lint.rules import layout
+from nam_megatron.lint.rules import layout, sparse, training
 from nam_megatron.lint.values import NotKnown
 from nam_megatron.schema import configs
 from nam_megatron.targets import current
@@ -220,6 +220,28 @@ def test_a_width_is_held_against_every_size_that_cuts_it_and_no_other(name):
     assert blamed() == set()
     cutting = {size for size, prime in PRIMES.items() if name in blamed(prime)}
     assert cutting == set(CUT_BY[name])
+
+
+def test_which_heads_a_kernel_of_sparse_attention_takes():
+    takes = {"cudnn": {16, 32, 64, 128, 192, 256}, "tilelang": {16, 32, 64, 128, 256}}
+    for (backend, fine), each in itertools.product(takes.items(), (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)):
+        for tp in (1, 2):
+            a = SimpleNamespace(kv_lora_rank=512, qk_pos_emb_head_dim=64, dsa_kernel_backend=backend)
+            assert sparse._kernel_declines(a, SimpleNamespace(heads=each * tp, tp=tp)) == (each not in fine), (
+                backend,
+                each,
+            )
+
+
+def test_experts_are_alone_where_no_two_ranks_hold_the_same():
+    """Each of the dp x tp ranks holds the experts of its place among ep, and of each its part among etp."""
+    for dp, tp, ep, etp in itertools.product((1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8), (1, 2, 4)):
+        if dp * tp % (ep * etp) == 0:
+            held = Counter(rank % (ep * etp) for rank in range(dp * tp))
+            a = SimpleNamespace(use_megatron_fsdp=True, calculate_per_token_loss=False, global_batch_size=8 * dp,
+                                data_parallel_sharding_strategy="optim_grads")  # fmt: skip
+            m = SimpleNamespace(plan=None, moe=True, dp=dp, cp=1, tp=tp, ep=ep, etp=etp, need=lambda _: 1)
+            assert training._lone_experts(a, m) == (dp > 1 and {*held.values()} == {1}), (dp, tp, ep, etp)
 
 
 @pytest.mark.parametrize(
