@@ -1222,6 +1222,16 @@ def test_what_is_alive_while_the_loss_goes_back(kernels, depths):
         assert found == {"cross entropy backward": 2 + 4 + 4 * depths + clone, "output layer backward": 2 + 4 * depths}
 
 
+def test_inputs_in_fp8_are_kept_of_each_depth_of_mtp():
+    kept = []
+    for depths in (0, 1, 2):
+        words = ("feature.fp8.keep_inputs=true", "feature.cuda_graphs.impl=none", f"feature.mtp.depths={depths}")
+        plan = plan_of("nam56r_native_dp_fp8", *words)
+        (line,) = plan.recipe.feature.fp8.activations(Sizes.of(plan.site), static.stages(plan)[-1])
+        kept.append(line.bytes)
+    assert kept[2] - kept[1] == kept[1] - kept[0] > 0
+
+
 # Somebody else's YAML -------------------------------------------------------------------------------------------------------------
 
 NANO = Path(__file__).parent / "lint/bridge_nemotron_3_nano.yaml"

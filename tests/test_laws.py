@@ -5,6 +5,7 @@ import json
 import re
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import megatron.core as megatron_core
 import pytest
@@ -13,7 +14,7 @@ from command import warm
 from test_lower import REFUSALS, problems_of
 from test_said_right import said_of
 
-from nam_megatron.laws import book
+from nam_megatron.laws import book, experts
 from nam_megatron.laws.found import FOUND
 from nam_megatron.laws.law import CATEGORIES
 from nam_megatron.recipe import Recipe, keys_at
@@ -52,6 +53,24 @@ def test_a_law_refuses_a_recipe_and_lets_its_neighbour_pass(law):
     after = followed(changes, ACCEPTED[law.id])
     assert after != changes
     assert problems_of(base, after) == ()
+
+
+def test_every_way_out_of_a_shared_top_k_is_one():
+    """A law on three things at once, each of which may be another."""
+    base, changes = refused()["graphs-shared-top-k"]
+    for words in ("feature.cuda_graphs.modules=[mamba]", "model.blocks.dsa.full_every=1"):
+        assert "graphs-shared-top-k" not in {p.law for p in problems_of(base, followed(changes, words))}, words
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_a_dispatcher_is_offered_only_where_the_layout_may_have_it(ep, etp):
+    layout = SimpleNamespace(expert=ep, expert_tensor=etp)
+    words = experts._counts_on_host(SimpleNamespace(on_gpu=True, dispatcher_is_ours=False), layout)
+    offered = re.findall(r"dispatcher=(\w+)", words["or_ours"])
+    assert len(offered) == (etp == 1)
+    for name in offered:
+        moe = SimpleNamespace(dispatcher=name, on_gpu=True, fused_router_gradient=False)
+        assert experts._on_several(moe, layout) is None
 
 
 def test_laws_yaml_has_no_law_that_is_gone():

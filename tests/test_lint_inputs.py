@@ -29,7 +29,7 @@ from nam_megatron.errors import REFUSED, Refused
 from nam_megatron.hf import describe as export
 from nam_megatron.hf import native
 from nam_megatron.lint import __main__ as command
-from nam_megatron.lint import container, describe, huggingface, lint, preset, recipe
+from nam_megatron.lint import checkpoint, container, describe, huggingface, lint, preset, recipe
 from nam_megatron.lint.checkpoint import file_of
 from nam_megatron.lint.read import read
 from nam_megatron.lint.rules import cards
@@ -896,6 +896,13 @@ def test_command_takes_the_folder(tmp_path, capsys):
 class Runs:
     def __reduce__(self):
         return os.mkdir, ("it_ran",)
+
+
+def test_what_the_pattern_says_no_word_of_a_checkpoint_says():
+    stored = {"hidden_size": 64, "num_layers": 2, "mtp_num_layers": 1, "hybrid_layer_pattern": "M*/M*"}
+    for pattern, words in (("M*/M*", set()), (None, {"--num-layers", "--mtp-num-layers"})):
+        found, _ = checkpoint.words({**stored, "hybrid_layer_pattern": pattern}, current())
+        assert {word for word in found if word in ("--num-layers", "--mtp-num-layers")} == words
 
 
 def test_nothing_of_a_checkpoint_runs(tmp_path, monkeypatch):

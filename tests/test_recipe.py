@@ -2,10 +2,12 @@
 
 import copy
 import inspect
+import itertools
 import json
 import re
 import shutil
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +18,11 @@ from nam_megatron.compile import argv
 from nam_megatron.compile.lower import translate
 from nam_megatron.compile.plan import plan
 from nam_megatron.errors import Refused
+from nam_megatron.features.megatron_fsdp import MegatronFsdp
+from nam_megatron.features.muon import Muon
 from nam_megatron.judge import same
 from nam_megatron.recipe import Recipe, conf_dir, from_tree, load, to_tree
+from nam_megatron.recipe.layout import Parallel
 from nam_megatron.words.setting import NEEDED, Config, section
 
 # overrides -> the whole text, line numbers as {file:key}
@@ -593,3 +598,30 @@ def test_a_stored_recipe_with_a_key_that_nothing_reads_is_refused():
     with pytest.raises(Refused, match="nothing reads this") as refused:
         from_tree(tree)
     assert [p.key for p in refused.value.problems] == ["feature.yarn.rounded"]
+
+
+def test_a_rank_lacks_what_stands_in_none_of_its_segments():
+    """Segments are dealt out one rank after the other: of four, two ranks have 0 and 2, and 1 and 3."""
+    layout = Parallel.model_construct(pipeline=2, virtual_pipeline=2)
+    site = SimpleNamespace(layers=[SimpleNamespace(segment=segment) for segment in (0, 1, 2, 3)])
+    for has in itertools.product((False, True), repeat=4):
+        assert layout._lacks([*has], site) == (not (has[0] or has[2]) or not (has[1] or has[3])), has
+
+
+def test_tensor_ranks_of_experts_alone_share_matrices_of_muons():
+    muon = Muon.model_construct()
+    for tensor, expert_tensor in itertools.product((1, 2), repeat=2):
+        site = SimpleNamespace(kinds={"attention"}, tensor=tensor, expert_tensor=expert_tensor)
+        assert bool([*muon.unread(site)]) == (tensor == expert_tensor == 1)
+
+
+def test_lone_experts_are_scaled_again_only_where_their_gradients_are_sharded_and_summed():
+    for strategy, several, peers in itertools.product(
+        ("optim", "optim_grads", "optim_grads_params"), (False, True), (1, 2)
+    ):
+        site = SimpleNamespace(
+            kinds={"moe"}, blocks=SimpleNamespace(dsa=None), tensor=1, micro_batch_size=1, data_parallel=4,
+            global_batch_size=8 if several else 4, expert_data_parallel=peers,
+        )  # fmt: skip
+        found = [*MegatronFsdp.model_construct(strategy=strategy).alone(site)]
+        assert bool(found) == (strategy != "optim" and several and peers == 1)

@@ -13,6 +13,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa import DSAInde
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from nam_megatron.errors import Refused
+from nam_megatron.mends import context as shared
 from nam_megatron.mends import install, mtp_counts
 from nam_megatron.runtime import context
 from nam_megatron.runtime.cross_entropy import LARGEST
@@ -116,6 +117,13 @@ def test_what_mtp_counts_is_a_ranks_share_of_all_tokens(ranks):
     assert [r.sum_of_tokens for r in ranks] == [r.tokens for r in ranks]
     assert [r.alone for r in ranks] == [held - 2] * RANKS
     assert {r.nothing for r in ranks} == {(None, None)}
+
+
+def test_a_share_of_few_tokens_is_less_than_one_and_never_none(monkeypatch):
+    """Of 0, 1, 3 and 8 tokens on four ranks; of none the loss is zero, and is divided all the same."""
+    for total, share in ((0, 0.25), (1, 0.25), (3, 0.75), (8, 2.0)):
+        monkeypatch.setattr(torch.distributed, "all_reduce", lambda count, group, total=total: count.fill_(total))
+        assert shared._mean(torch.tensor(1), SimpleNamespace(size=lambda: 4)) == share
 
 
 def test_the_indexers_loss_has_the_main_losss_scale(ranks):

@@ -11,6 +11,7 @@ import time
 from contextlib import nullcontext
 from functools import partial, wraps
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -152,6 +153,16 @@ def test_a_checkpoint_with_the_state_of_other_weights_is_refused(tmp_path):
     (rank,) = run(tmp_path, *words, f"schedule.load={tmp_path}/ckpt")
     assert rank.code == 2 and "Traceback" not in rank.err
     assert "the optimizer's fp32 weights are not those of the model: " in rank.err and "schedule.load" in rank.err
+
+
+def test_parameters_have_their_places_without_the_padding_before_them():
+    """Three buckets of 10, 5 and 4 elements, which begin at multiples of 12."""
+    sizes = {"a": (0, 4, 0), "b": (4, 10, 0), "c": (12, 17, 1), "d": (24, 28, 2)}
+    buckets = [SimpleNamespace(offset=at, numel_unpadded=n) for at, n in ((0, 10), (12, 5), (24, 4))]
+    buffer = SimpleNamespace(param_index_map=sizes, buckets=buckets)
+    with master_weights._without_padding(buffer):
+        assert buffer.param_index_map == {"a": (0, 4, 0), "b": (4, 10, 0), "c": (10, 15, 1), "d": (15, 19, 2)}
+    assert buffer.param_index_map is sizes
 
 
 @pytest.mark.slow
