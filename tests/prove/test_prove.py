@@ -27,7 +27,7 @@ from presets import ALL, PUBLIC, lowered
 
 from nam_megatron.budget import parameters
 from nam_megatron.errors import Refused
-from nam_megatron.prove import compare, cpu, cut, every, proof, ranks, worker
+from nam_megatron.prove import compare, cpu, cut, every, proof, ranks, tensors, worker
 from nam_megatron.prove.__main__ import as_json, text
 from nam_megatron.prove.compare import COUNT, FORTH, FP32, GRADIENT, LOSS, WEIGHT, Row
 from nam_megatron.recipe import load, to_tree
@@ -367,8 +367,30 @@ def test_a_pair_is_another_where_either_of_its_sides_is():
     assert [row["verdict"] == every.AS for row in told] == [False, False, False, True]
 
 
+def test_a_parameter_of_which_no_checkpoint_has_a_part_keeps_no_values_of_its_own(monkeypatch):
+    """Each side would have others, and the layout be blamed."""
+    model = torch.nn.Linear(2, 2)
+    held = [
+        SimpleNamespace(key=name, data=p.data, prepend_axis_num=0, local_shape=p.shape, global_offset=(0,) * p.ndim)
+        for name, p in model.named_parameters()
+    ]
+    whole = {"weight": torch.eye(2), "bias": torch.ones(2)}
+    monkeypatch.setattr(tensors, "shards", lambda _: held)
+    tensors.fill(model, whole)
+    assert all(torch.equal(p, whole[name]) for name, p in model.named_parameters())
+    held.pop()
+    with pytest.raises(AssertionError, match="bias"):
+        tensors.fill(model, whole)
+
+
 @pytest.mark.parametrize(
-    "words", ["execution.mamba3.keep_states=true", "cluster.gpus_per_node=1", "feature.fp8.keep_inputs=true"]
+    "words",
+    [
+        "execution.mamba3.keep_states=true",
+        "cluster.gpus_per_node=1",
+        "feature.fp8.keep_inputs=true",
+        "precision.cross_entropy=fused",
+    ],
 )
 def test_what_goes_by_no_argument_makes_another_run(words):
     """It was reported as proven with an earlier one."""
