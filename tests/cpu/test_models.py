@@ -642,7 +642,7 @@ def test_each_expert_multiplies_its_own_rows(accumulate, counts, apart):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [{}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"cp": 2}], ids=str)
 def test_the_strided_mixer_is_megatrons(layout):
     """The same values, and what its scan sees is the projection itself, not a copy."""
 
