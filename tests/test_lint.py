@@ -715,6 +715,8 @@ BESIDE = (
     ("torchrun t.py {} --save $X --load $Y --no-load-optim", "", "restart-anew"),
     ("torchrun bench_ep.py --hidden-size 64 --num-experts 8 --num-attention-heads 8", "", "missing-flag"),
     ("DEFAULTS='{} --num-experts 8 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0'", "", "moe-no-balancing"),
+    ("--hidden-size 64 --num-layers 2 --swiglu --num-attention-heads 8", "", "missing-flag"),  # a model alone
+    ("--hidden-size 64 --num-layers 2 --swiglu --num-attention-heads 8 --lr 1", "missing-flag", ""),
     ("TEST_TYPE: regular\nMODEL_ARGS:\n  --hidden-size: 1024\n  --num-layers: 8\n  --swiglu: true\n  --num-attention-heads: 16", "",
      "default-dropout"),
 )  # fmt: skip
@@ -1933,6 +1935,8 @@ def test_one_cause_is_one_finding():
     assert found.flag == "--reset-attention-mask --reset-position-ids" and "takes no mask; `--position" in found.detail
     text = f"TRAIN_ITERS=3\ntorchrun t.py {DESCRIBED} --save a-$TRAIN_ITER --tensorboard-dir b-$TRAIN_ITER"
     assert ids(lint(text, "x.sh"))["unknown-variable"] == 1
+    text = f"torchrun t.py {LLAMA70} --group-query-attention --num-query-groups 8".replace(" --disable-bias-linear", "")
+    assert ids(lint(text, "llama2_70b.sh"))["not-the-card"] == 1
 
 
 def test_flags_of_an_array_are_no_value_of_the_flag_before():

@@ -867,6 +867,13 @@ def test_a_row_that_two_conditions_decide_piece_by_piece_says_what_one_of_them_m
     )
 
 
+def test_a_row_whose_ways_are_alike_is_decided_by_none_of_them():
+    """`layout ? (else tensor ?, ...`, and nothing of the sequence that the condition cuts."""
+    asked = "if [ $X = 1 ]; then ARGS+=(--sequence-parallel); fi\nARGS+=(--tensor-model-parallel-size $T)"
+    told = describe.told(lint(FORKED.format(f"{asked}\n[ $Y = 1 ] && ARGS+=(--recompute-granularity selective)")))
+    assert "(else" not in told["layout"] and "sequence ?" in told["layout"]
+
+
 def test_what_is_open_in_one_way_is_called_so():
     """`betas ? (? ? if $X = 1` was nothing that a person reads."""
     asked = "if [ $X = 1 ]; then ARGS+=(--bf16 $EXTRA); fi\nif [ $Y = 1 ]; then ARGS+=(--qk-layernorm); fi"

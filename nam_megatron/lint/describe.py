@@ -148,8 +148,9 @@ def _merged(pieces: list[str], forks: list[list[tuple[str, list[str]]]]) -> list
     if len(deciding) == 1:
         pieces = deciding[0][0][1]
     if any(len(cut) != len(pieces) for may in deciding for _, cut in may):
-        whole = ([(on, "".join(cut)) for on, cut in may] for may in deciding)
-        return [_either(min(whole, key=lambda may: sum(text.count("?") for _, text in may)))]
+        whole = [[(on, "".join(cut)) for on, cut in may] for may in deciding]
+        apart = [may for may in whole if len({text for _, text in may}) > 1]  # alike, they leave out what is not known
+        return [_either(min(apart, key=lambda may: sum(text.count("?") for _, text in may))) if apart else "?"]
     found, decided = list(pieces), set[int]()
     for may in deciding:
         for i in range(len(pieces)):

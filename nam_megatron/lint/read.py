@@ -209,7 +209,7 @@ def _planned(launch: Launch, name: str) -> Launch:
 def _plain(text: str, target: Target) -> Launch:
     follower = follow.Follower(follow.Run())
     words = [follower.joined(token.parts) for token in Lexer(text, plain=True).tokens()]
-    return Launch(target, tuple(words), "words", text)
+    return Launch(target, tuple(words), "words", text, partial=not _trains(words))
 
 
 def _python(text: str, target: Target, decided: Mapping[str, bool]) -> Launch:
@@ -321,6 +321,11 @@ def _in_text(text: str, target: Target) -> set[str]:
     """Megatron's flags that stand anywhere, but for comments."""
     lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
     return {w for line in lines for w in re.findall(r"(?<![\w-])--[a-z][\w-]*", line) if _is_flag(w, target)}
+
+
+def _trains(words: list[str]) -> bool:
+    """Whether words that nothing starts say a training, and not a model alone."""
+    return any(word.partition("=")[0] in TRAINS for word in words)
 
 
 def _split(words: tuple[str, ...], target: Target) -> tuple[tuple[str, ...], list[str], str | None]:

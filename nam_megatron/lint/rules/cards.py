@@ -48,7 +48,8 @@ VALUES: Mapping[str, tuple[str, Callable[[Args, Model], Any]]] = {
     "norm": ("normalization", lambda a, m: a.normalization),
     "activation": ("swiglu", lambda a, m: _if(m.has_mlps, m.activation)),
     "bias": ("add_bias_linear", lambda a, m: a.add_bias_linear),
-    "qkv_bias": ("add_qkv_bias", lambda a, m: _if("attention" in m.kinds, a.add_qkv_bias or a.add_bias_linear)),
+    # Of a launch that has every bias `bias` tells.
+    "qkv_bias": ("add_qkv_bias", lambda a, m: _if("attention" in m.kinds and not a.add_bias_linear, a.add_qkv_bias)),
     "qk_norm": ("qk_layernorm", lambda a, m: _if("attention" in m.kinds, a.qk_layernorm)),
     "tied": ("untie_embeddings_and_output_weights", lambda a, m: not a.untie_embeddings_and_output_weights),
     "experts": ("num_experts", lambda a, m: a.num_experts),  # none, where a script forgets to hand them on
