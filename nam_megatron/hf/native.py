@@ -54,6 +54,10 @@ class Source:
         names = {name for name in self.form.names(self.shelf.found) - self.left_out if not name.endswith(DERIVED)}
         return {self.spelled.get(name, name) for name in names}
 
+    @property
+    def files(self) -> set[str]:
+        return {name for name, _, _ in self.shelf.found.values()}
+
     def stored(self, name: str) -> str:
         """Its name in the files."""
         others = (other for other, usual in self.spelled.items() if usual == name)
@@ -105,6 +109,10 @@ def load(path: Path, plan: Path, out: Path, without_mtp: bool, say: Say) -> None
     _tell(tree, str(path / folder.CONFIG), say, but=beside)
     misfits = list(_misfits(source, places, ahead if without_mtp else (), ahead))
     raise_if([*misfits[:MOST], *([Problem(f"and {more} more")] if (more := len(misfits) - MOST) > 0 else [])])
+    for other in sorted(at.name for at in path.glob("*.safetensors") if at.name not in source.files):
+        say(
+            f"`{path / other}` is not read: {f'`{INDEX}` does not name it' if (path / INDEX).exists() else f'`{SINGLE}` is'}"
+        )
     with folder.making(out) as part:
         if source.left_out:
             why = "; ".join(beside) or "equal to the embedding"

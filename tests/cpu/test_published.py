@@ -403,6 +403,14 @@ def test_another_model_and_what_no_reader_takes_are_refused(copied):
         at.unlink()
 
 
+def test_weights_that_no_index_names_are_said_not_to_be_read(copied):
+    """As the originals beside a converted model; transformers passes them over."""
+    shutil.copy(of_shard(copied[0], Q), copied[0] / "consolidated.safetensors")
+    told = list[str]()
+    native.load(*copied, False, told.append)
+    assert f"`{copied[0] / 'consolidated.safetensors'}` is not read: `{INDEX}` does not name it" in told
+
+
 def test_nothing_of_a_folder_runs(copied):
     (copied[0] / "modeling_mixtral.py").write_text("raise SystemExit('it ran')")
     keys = published.keys(copied[0]) | {"auto_map": {"AutoModelForCausalLM": "modeling_mixtral.X"}}

@@ -57,7 +57,7 @@ def _rotated(of: Family, plan: Plan, c: Config) -> float:
 
 def _ffn(of: Family, plan: Plan, c: Config) -> int:
     """Of dense MLPs; where none stands, no layer reads it, and the recipe's may be anything."""
-    return c["ffn_hidden_size"] if "mlp" in c["layer_kinds"] else c["moe"]["expert_hidden_size"]
+    return c["moe"]["expert_hidden_size"] if "mlp" not in c["layer_kinds"] and "moe" in c else c["ffn_hidden_size"]
 
 
 def _first_dense(of: Family, plan: Plan, c: Config) -> Any:
