@@ -857,7 +857,7 @@ COMMANDS = {
 
 def ended(words, redirection):
     """Exit code and stderr of `python -m words redirection` in a shell. Python's buffer is on, whatever the caller has."""
-    text = f"set -o pipefail; echo --num-layers 2 | {sys.executable} -m {' '.join(words)} {redirection}"
+    text = f"set -o pipefail; echo --num-layers 2 --train-iters 5 | {sys.executable} -m {' '.join(words)} {redirection}"
     env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
     done = subprocess.run(
         ["bash", "-c", text], cwd=conf_dir().parent, env=env, capture_output=True, text=True, timeout=600, check=False

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from nam_megatron import migrate, published
 from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.compile import resolvers
-from nam_megatron.conf import conf_dir
+from nam_megatron.conf import READ, conf_dir
 from nam_megatron.errors import Problem, Refused, joined, likely, quoted, raise_if
 from nam_megatron.features.names import FEATURES
 from nam_megatron.recipe import resolve
@@ -166,7 +166,7 @@ def _not_given(keys: Sequence[str], sources: Any = None) -> Problem:
         where = (sources.where(key) if sources else None) or ""
         file, _, line = where.rpartition(":") if where[-1:].isdigit() else (where, "", "")
         place, before = (where if file != before else f"line {line}" if line else ""), file
-        place = place.replace("read from ", "not in ", 1)  # what a file of others should have said, and does not
+        place = place.replace(READ, "not in ", 1)  # what a file of others should have said, and does not
         said.append(f"`{key}`" + (f" ({place})" if place else ""))
     hint = f"give them in the file or the command: `{words}`"
     return Problem(f"{len(keys)} keys must be given: {joined(said)}", hint=hint, law="key-not-given")

@@ -422,14 +422,21 @@ def test_nothing_of_a_folder_runs(copied):
 def test_layers_of_token_prediction_are_left_out_by_word_alone(made, tmp_path):
     folder, plan, weights = made("deepseek_v3")
     shutil.copytree(folder, tmp_path / "hf")
-    save_file({"model.layers.3.eh_proj.weight": torch.zeros(2, 2)}, tmp_path / "hf" / "model-mtp.safetensors")
     index = json.loads((folder / INDEX).read_text())
-    index["weight_map"]["model.layers.3.eh_proj.weight"] = "model-mtp.safetensors"
-    (tmp_path / "hf" / INDEX).write_text(json.dumps(index))
+
+    def with_more(*names: str) -> None:
+        save_file({name: torch.zeros(2, 2) for name in names}, tmp_path / "hf" / "model-mtp.safetensors")
+        weight_map = index["weight_map"] | dict.fromkeys(names, "model-mtp.safetensors")
+        (tmp_path / "hf" / INDEX).write_text(json.dumps(index | {"weight_map": weight_map}))
+
+    with_more("model.layers.3.eh_proj.weight", "model.layers.2.more.weight")
     with pytest.raises(Refused) as refused:
         native.load(tmp_path / "hf", plan, tmp_path / "out", False, silent)
-    assert "`model.layers.3.eh_proj.weight` of `model-mtp.safetensors` has no place" in refused.value.render()
-    assert "`--without-mtp`" in refused.value.render()
+    layer, more = sorted(refused.value.problems, key=lambda problem: "layers.3" not in problem.message)
+    assert "`model.layers.3.eh_proj.weight` of `model-mtp.safetensors` has no place" in layer.message
+    assert "`--without-mtp`" in layer.hint
+    assert "more.weight" in more.message and more.hint is None
+    with_more("model.layers.3.eh_proj.weight")
     native.load(tmp_path / "hf", plan, tmp_path / "out", True, silent)
     assert tensors(tmp_path / "out") == tensors(weights)
 
