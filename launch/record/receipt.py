@@ -13,6 +13,7 @@ signatures (`launch.record.signature`), made with a key that he does not have.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -347,33 +348,47 @@ def seal_lost(root: Path, summary: Callable[[Path, Mapping[str, Any]], Mapping[s
 
 
 def held(folder: Path, content: Mapping[str, Any]) -> bool | None:
-    """Whether the launcher of an open receipt lives, or a rank that it left; None where its lock is gone or another's."""
+    """Whether the launcher of an open receipt lives, or a rank that it left; None where nothing tells."""
     try:
-        if content.get("lock") not in (None, (folder / LOCK).stat().st_ino):
-            return None
+        os.close(_lock(folder, content.get("lock")))
+    except BlockingIOError:
+        return True
     except OSError:
         return None
-    if (lock := _taken(folder)) is None:
-        return True
-    os.close(lock)
     return False
 
 
 def _taken(folder: Path, inode: int | None = None) -> int | None:
     """The folder's lock, taken; None while its launcher or a rank lives, and where the lock is gone or is not `inode`."""
-    try:
-        lock = os.open(folder / LOCK, os.O_RDWR)
-    except OSError:
-        return None
     with contextlib.suppress(OSError):
-        if inode in (None, os.fstat(lock).st_ino):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for said in folder.glob(EVENTS):
-                with open(os.open(said, os.O_RDWR | os.O_NONBLOCK), "rb") as file:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock
-    os.close(lock)
+        return _lock(folder, inode)
     return None
+
+
+def _lock(folder: Path, inode: int | None) -> int:
+    """Raises BlockingIOError while its launcher or a rank lives, another OSError where nothing tells."""
+    lock = _opened(folder / LOCK)
+    try:
+        if inode not in (None, os.fstat(lock).st_ino):
+            raise FileNotFoundError(errno.ENOENT, "another's lock", str(folder / LOCK))
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for said in folder.glob(EVENTS):
+            with open(_opened(said), "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _opened(path: Path) -> int:
+    """For a lock, which a local file system gives to who may only read, too. Raises OSError."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    except OSError as err:
+        if err.errno not in (errno.EACCES, errno.EROFS):
+            raise
+        return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
 
 
 # The chain of a folder -------------------------------------------------------------------------------------------------

@@ -102,7 +102,11 @@ def standing(folder: Path, found: Mapping[str, Any], signers: Path | None) -> tu
     """What is to be said of a receipt that its own hash agrees with, and whether that is a finding."""
     if found["state"] == "open":
         alive = receipt.held(folder, found)
-        why = "its lock is gone or another's" if alive is None else "its launcher is gone, and it cannot be sealed"
+        why = (
+            "its lock is gone, another's or not to be asked"
+            if alive is None
+            else "its launcher is gone, and it cannot be sealed"
+        )
         return ("", False) if alive else (f"UNKNOWN: {why}; it is not sealed", True)
     if signers is not None:
         name = signature.signer(folder, signers)

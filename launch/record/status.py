@@ -116,7 +116,7 @@ def _open(folder: Path, content: Mapping[str, Any], silent: float, now: float) -
     state = {None: "unknown", False: "orphaned", True: "silent" if quiet > silent else "running"}[alive]
     why = {
         "orphaned": "its launcher is gone; `python -m launch receipts` seals it",
-        "unknown": "its lock is gone or another's",
+        "unknown": "its lock is gone, another's or not to be asked",
     }.get(state)
     if state == "silent":
         why = (

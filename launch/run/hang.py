@@ -260,18 +260,20 @@ class Watch(threading.Thread):
             self.join()
 
     def run(self) -> None:
-        begun = time.monotonic()
-        last: dict[int, tuple[Any, float]] = {r: (None, begun) for r in range(self._world)}
-        while not self._over.wait(min(1.0, self._limit / 4)):
-            known, now = beats(self._folder), time.monotonic()
+        pause, now, looked = min(1.0, self._limit / 4), 0.0, time.monotonic()
+        last: dict[int, tuple[Any, float]] = {r: (None, now) for r in range(self._world)}
+        while not self._over.wait(pause):
+            known, before, looked = beats(self._folder), looked, time.monotonic()
+            # In the rest of it this process did not run, and nor may the ranks have: a host that slept, a job that was suspended.
+            now += min(looked - before, 2 * pause)
             for rank, beat in known.items():
                 if last.get(rank, (None, 0))[0] != beat.place or beat.phase == "end":
                     last[rank] = beat.place, now
             if any(now - since >= self._limit for _, since in last.values()):
                 pids = [b.pid for b in known.values()]
-                before, begun = look(pids), time.monotonic()
-                self._over.wait(min(1.0, self._limit / 4))
-                self.found = triage(known, self._world, before, look(pids), time.monotonic() - begun)
+                first, begun = look(pids), time.monotonic()
+                self._over.wait(pause)
+                self.found = triage(known, self._world, first, look(pids), time.monotonic() - begun)
                 break
         while self.found and not self._over.is_set():
             self._on_hang()

@@ -210,6 +210,24 @@ def test_a_run_that_only_takes_long_is_not_ended_and_one_that_hangs_is_as_often_
     assert calls
 
 
+def test_a_host_that_slept_is_no_hang(tmp_path, monkeypatch):
+    """As `scontrol suspend` and a paused container have it: no process ran in that time, and a step that was begun takes its time."""
+    passed, over, looks = [0.0], threading.Event(), []
+
+    def beats(folder: Path) -> dict[int, hang.Beat]:
+        looks.append(1)
+        passed[0] += 10_000 if len(looks) == 3 else 0.1
+        if len(looks) == 8:
+            over.set()
+        return {0: hang.Beat(0, "h", 1, "step", 1, max(len(looks) - 4, 0), None, 1.0, 3)}
+
+    monkeypatch.setattr(hang, "beats", beats)
+    monkeypatch.setattr(hang.time, "monotonic", lambda: passed[0])
+    with hang.Watch(tmp_path, 1, 1.0, over.set) as watch:
+        assert over.wait(1200)
+    assert watch.found is None and len(looks) >= 8
+
+
 def test_a_rank_that_never_comes_is_a_hang(tmp_path):
     ended = threading.Event()
     with hang.Watch(tmp_path, 1, 0.1, ended.set) as watch:

@@ -1,6 +1,7 @@
 """What a receipt, a folder of receipts and a signature can and cannot be talked into."""
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -334,6 +335,32 @@ def test_an_open_receipt_that_was_edited_is_not_sealed_with_what_it_says(root, c
     assert code == 1 and "was changed" in out
 
 
+@pytest.mark.parametrize("refused", [errno.EACCES, errno.EROFS])
+def test_who_may_only_read_sees_whether_a_launcher_lives(root, capsys, monkeypatch, refused):
+    """Another user's, or a folder that is mounted for reading: a run that was killed went on for ever."""
+    live, lost = opened(root), opened(root)
+    os.close(lost._lock)
+    opens, locks = os.open, fcntl.flock
+
+    def reading(path: object, flags: int, *more: int, **named: int) -> int:
+        if flags & (os.O_RDWR | os.O_WRONLY):
+            raise OSError(refused, os.strerror(refused), str(path))
+        return opens(path, flags, *more, **named)
+
+    monkeypatch.setattr(os, "open", reading)
+    assert [receipt.held(made.folder, made.content) for made in (live, lost)] == [True, False]
+    code, out = listed(root, capsys)
+    assert code == 1 and out.count("its launcher is gone, and it cannot be sealed") == 1
+
+    def without_locks(file: object, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    assert [receipt.held(made.folder, made.content) for made in (live, lost)] == [None, None]
+    monkeypatch.setattr(fcntl, "flock", locks)
+    os.close(live._lock)
+
+
 def test_what_came_of_a_lost_run_is_redacted_as_of_any_other(root, monkeypatch):
     made = opened(root)
     os.close(made._lock)
@@ -349,7 +376,7 @@ def test_a_live_run_whose_lock_is_gone_is_not_sealed(root, capsys, how):
     if how == "replaced":
         (made.folder / receipt.LOCK).touch()
     code, out = listed(root, capsys)
-    assert code == 1 and "its lock is gone or another's" in out
+    assert code == 1 and "its lock is gone, another's or not to be asked" in out
     assert receipt.read(made.folder)["state"] == "open"
     made.seal("completed", {})
     assert receipt.read(made.folder)["outcome"]["end"] == "completed"
