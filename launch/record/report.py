@@ -27,6 +27,7 @@ from nam_megatron.events import FILE
 from nam_megatron.recipe import at
 from nam_megatron.rehearsal import NOTE
 from nam_megatron.words.regular import irregular
+from nam_megatron.words.taken import taken
 from nam_megatron.words.whole import write_whole
 
 MADE_BY = '<meta name="generator" content="nam_megatron launch report">'
@@ -86,6 +87,7 @@ def put(out: Path, text: str) -> None:
     """Write the page, over an earlier one and over nothing else. Raises Refused."""
     raise_if(irregular((out,), "out"))
     try:
+        raise_if(taken(out.parent, "out", beside_record=True))
         if out.exists() and MADE_BY not in out.read_text(encoding="utf-8", errors="replace")[:2000]:
             raise Refused(f"`{out}` is there, and no report", key="out", hint="`out=FILE` names another file")
         write_whole(out, text)

@@ -23,12 +23,13 @@ from launch.run.process import Interrupted, Process, Signals, ignore
 from launch.run.terminal import Terminal
 from nam_megatron import migrate
 from nam_megatron.compile.argv import plan_json
-from nam_megatron.errors import FINDINGS, OK, REFUSED, Refused
+from nam_megatron.errors import FINDINGS, OK, REFUSED, Refused, raise_if
 from nam_megatron.events import Record
 from nam_megatron.judge import identity
 from nam_megatron.launcher import called
 from nam_megatron.mends import Trainer
 from nam_megatron.mends.series import needed
+from nam_megatron.words.taken import taken
 
 Start = Callable[..., list[str]]
 # What a trainer or a person wrote is kept from everybody else: no list of shapes knows every vendor's secrets.
@@ -41,6 +42,9 @@ def run(context: Context, start: Start = job.words) -> int:
     start: makes the words that are started, see `job.words`; the tests put a small trainer there.
     Raises Refused where no receipt can be written, or another launch has the port.
     """
+    with receipt.writing(context.receipts):
+        raise_if(taken(context.receipts, "cluster.storage.receipts"))
+        raise_if(taken(context.scratch, "cluster.storage.scratch"))
     with receipt.own(context.receipts):
         pass  # its salt is in the marks of paths
     for name in receipt.seal_lost(context.receipts, outcome.of_run):
@@ -222,9 +226,10 @@ def train(
                 signals.do(process.end)
                 with hang.Watch(folder, recipe.world_size, context.words["hang"], process.kill) as watch:
                     for lines in process.lines():
+                        lines = log.without_secrets(lines)
                         if failure is None:
                             try:
-                                lines = log.lines(lines)
+                                log.write(lines)
                             except OSError as err:
                                 # Nobody would know what came of it: stop as for a signal, and keep the pipe from filling.
                                 failure = err
@@ -257,16 +262,18 @@ class Log:
         with contextlib.suppress(OSError):  # what could not be flushed was raised before
             self._file.close()
 
-    def lines(self, said: Sequence[str]) -> list[str]:
-        """Write lines, all at once; returns them as they were written."""
-        text = "\n".join(self._stream.lines(said))
-        self._file.write(text.encode() + b"\n")
+    def without_secrets(self, said: Sequence[str]) -> list[str]:
+        """The lines as the log and the terminal get them, whether or not the disk has room."""
+        return "\n".join(self._stream.lines(said)).split("\n")
+
+    def write(self, lines: Sequence[str]) -> None:
+        """All at once."""
+        self._file.write("".join(f"{line}\n" for line in lines).encode())
         self._file.flush()
-        return text.split("\n")
 
     def clock(self, what: str) -> None:
         """A line with the local time, as Megatron's have it."""
-        self.lines([f"[{datetime.now():%Y-%m-%d %H:%M:%S.%f}] {what}"])
+        self.write([f"[{datetime.now():%Y-%m-%d %H:%M:%S.%f}] {what}"])
 
 
 @contextlib.contextmanager

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from nam_megatron.budget.memory import Budget
 from nam_megatron.budget.search import Trial
-from nam_megatron.errors import Refused
+from nam_megatron.errors import Refused, raise_if
 from nam_megatron.packages import adding
 from nam_megatron.words.sizes import BUCKETS, GIB
+from nam_megatron.words.taken import taken
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -74,6 +75,7 @@ def check(path: str) -> Path:
         raise Refused(f"cannot draw `{path}`", key="plot", hint=f"name a file that ends in {' or '.join(SUFFIXES)}")
     if not target.parent.is_dir():
         raise Refused(f"there is no folder `{target.parent}`", key="plot", hint="name a folder that exists")
+    raise_if(taken(target.parent, "plot", beside_record=True))
     try:
         import matplotlib  # noqa: F401
     except ImportError:

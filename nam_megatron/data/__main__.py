@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nam_megatron.errors import FINDINGS, OK, Refused, finish, keyless, shown, without_keys
+from nam_megatron.errors import FINDINGS, OK, Refused, finish, keyless, raise_if, shown, without_keys
 from nam_megatron.parser import Parser
 from nam_megatron.words.argtypes import count
+from nam_megatron.words.taken import taken
 
 if TYPE_CHECKING:  # `--help` waits for no pydantic
     from nam_megatron.data import manifest, sources
@@ -89,7 +90,13 @@ def _share(word: str) -> float:
 def main(argv: list[str] | None = None) -> int:
     words = parser().parse_args(argv)
     verbs = {"corpus": _corpus, "tokenizer": _tokenizer, "build": _build, "check": _check}
-    return keyless(lambda: verbs[words.verb](words))
+
+    def asked() -> int:
+        if words.verb != "check":  # which writes nothing
+            raise_if(taken(words.out.parent if words.verb == "corpus" else words.out))
+        return verbs[words.verb](words)
+
+    return keyless(asked)
 
 
 def _sources(words: argparse.Namespace) -> "list[sources.Source]":

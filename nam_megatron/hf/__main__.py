@@ -10,7 +10,7 @@ from nam_megatron.errors import FINDINGS, OK, Problem, Refused, finish, keyless,
 from nam_megatron.hf import KERNELS
 from nam_megatron.parser import Parser
 from nam_megatron.words.argtypes import between, count, whole
-from nam_megatron.words.taken import RECEIPT, taken
+from nam_megatron.words.taken import taken
 
 EXAMPLES = """
 examples:
@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
             raise_if(not_there(path) for path in paths if path and not path.exists())
         if out := getattr(words, "out", None):
             # A result may lie beside the record of its run, in the place of none of its files.
-            raise_if(taken(out.parent, but=None if out.exists() else RECEIPT))
+            raise_if(taken(out.parent, beside_record=not out.exists()))
         return VERBS[words.verb](words)
 
     return keyless(asked)

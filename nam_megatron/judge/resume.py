@@ -151,8 +151,11 @@ def no_stage(folder: Path, lowering: Lowering, root: Path = HERE) -> Iterator[Pr
 
 
 def occupied(lowering: Lowering, root: Path = HERE) -> Iterator[Problem]:
-    """Where the plan would save into the folder of a run that it does not go on with."""
-    schedule = lowering.plan.recipe.schedule
+    """Where the plan would write into a folder that vouches for its files, or into that of a run that it does not go on with."""
+    schedule, tracking = lowering.plan.recipe.schedule, lowering.plan.recipe.feature.tracking
+    for name in ("tensorboard", "wandb_dir", "mlflow"):
+        if (place := str(getattr(tracking, name, None) or "://").removeprefix("file://")) and "://" not in place:
+            yield from taken(root / place, f"feature.tracking.{name}")
     if schedule.save is None:
         return
     yield from taken(root / schedule.save, "schedule.save")

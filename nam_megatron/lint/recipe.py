@@ -20,7 +20,7 @@ from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.compile.argv import words
 from nam_megatron.compile.lower import Lowering, translate, unchecked
 from nam_megatron.compile.plan import plan
-from nam_megatron.errors import FINDINGS, OK, Problem, Refused
+from nam_megatron.errors import FINDINGS, OK, Problem, Refused, raise_if
 from nam_megatron.features.fim import Fim
 from nam_megatron.features.fp8 import Fp8
 from nam_megatron.features.megatron_fsdp import OVERLAPS
@@ -35,6 +35,7 @@ from nam_megatron.lint.values import Args, NotKnown, Open
 from nam_megatron.recipe import Optim, Recipe, at, load, to_tree
 from nam_megatron.recipe.resolve import UNREAD, latent
 from nam_megatron.targets import current
+from nam_megatron.words.taken import taken
 from nam_megatron.words.whole import write_whole
 
 WRITTEN_BY = " by nam_megatron.lint"
@@ -98,9 +99,10 @@ def write(report: Report, out: str) -> Made:
     if not path.stem.isidentifier() or path.suffix not in (".yaml", ".yml"):
         message = f"`{out}` is no file name for a preset"
         raise Refused(message, key="recipe", hint="letters, digits and `_`, ending in .yaml")
-    _keep(path)
-    made = make(report, path)
     try:
+        raise_if(taken(path.parent, "recipe", beside_record=True))
+        _keep(path)
+        made = make(report, path)
         write_whole(path, made.yaml)
     except OSError as err:
         raise Refused(f"cannot write `{out}`: {err.strerror}", key="recipe", hint="name a file you may write") from None

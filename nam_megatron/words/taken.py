@@ -7,18 +7,18 @@ from pathlib import Path
 from nam_megatron.words.problem import Problem
 
 EXPORT, RECEIPT, SUMS = "nam_export.json", "receipt.json", "integrity.json"  # each vouches for what lies beside it
-OF_FILE = {RECEIPT: "the record of a run", SUMS: "a step of a checkpoint"}
+BELOW = {EXPORT: "an export", SUMS: "a step of a checkpoint"}  # or deeper
 
 
-def taken(path: Path, key: str | None = None, but: str | None = None) -> Iterator[Problem]:
-    """Why nothing may be written into that folder, which need not be there: nor into one below an export. Raises OSError.
+def taken(path: Path, key: str | None = None, *, beside_record: bool = False) -> Iterator[Problem]:
+    """Why nothing may be written into that folder, which need not be there: nor below an export or a step. Raises OSError.
 
-    but: of OF_FILE, beside which there is room.
+    beside_record: there is room beside the record of a run.
     """
     real = Path(os.path.realpath(path))  # `..` is above an export, a link may lead into one
-    export = next((at for at in (real, *real.parents) if (at / EXPORT).is_file()), None)
-    beside = (said for name, said in OF_FILE.items() if name != but and (path / name).is_file())
-    what = "an export" if export else next(beside, None)
+    above = ((at, said) for at in (real, *real.parents) for name, said in BELOW.items() if (at / name).is_file())
+    beside = ((path, "the record of a run") for _ in range(not beside_record) if (path / RECEIPT).is_file())
+    at, what = next(above, None) or next(beside, (None, None))
     if what:
-        message = f"`{export or path}` is {what}, which vouches for its files: nothing else belongs there"
+        message = f"`{at}` is {what}, which vouches for its files: nothing else belongs there"
         yield Problem(message, key=key, hint="name a place of its own", law="file-of-others")

@@ -871,6 +871,12 @@ def test_where_a_run_may_save(tmp_path):
         (tmp_path / "ckpt" / "plan.json").unlink(missing_ok=True)
         (tmp_path / "ckpt" / name).touch()
         assert objections() == ["schedule.save"]
+        for key in ("tensorboard", "mlflow"):
+            kept = [
+                f"feature.tracking.{key}={place}{tmp_path}/ckpt" for place in ("", "file://")[: 1 + (key == "mlflow")]
+            ]
+            more = ("feature.tracking.mlflow_experiment=E",) if key == "mlflow" else ()
+            assert all(objections(word, *more) == [f"feature.tracking.{key}", "schedule.save"] for word in kept)
         (tmp_path / "ckpt" / name).unlink()
 
 

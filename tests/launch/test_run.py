@@ -849,6 +849,29 @@ def test_a_log_that_cannot_be_written_stops_the_run_and_is_said(root):
     assert found["end"] == "failed" and "File too large" in found["reason"] and found["figures"]["last_step"] > 1000
 
 
+@pytest.mark.parametrize("key", ["receipts", "scratch"])
+def test_no_run_writes_into_an_export(root, key):
+    export = root.parent if key == "receipts" else root / "scratch"
+    export.mkdir(parents=True, exist_ok=True)
+    (export / "nam_export.json").touch()
+    launcher = Launcher.start(root, "steps=3")
+    assert launcher.wait() == 2 and f"`{export}` is an export" in launcher.err
+    assert f"@ cluster.storage.{key}" in launcher.err
+    assert [*root.rglob("*")] == ([] if key == "receipts" else [export, export / "nam_export.json"])
+
+
+def test_what_the_log_has_no_room_for_is_shown_without_secrets(root, tmp_path, monkeypatch):
+    """The terminal is a scheduler's file, and CI's page."""
+    secret = "hunter2-is-a-secret"
+    (tmp_path / "says").write_text("".join(f"{'x' * 1000} {n}\n" for n in range(6000)) + f"the key is {secret}\n" * 3)
+    monkeypatch.setenv("STAND_IN_SAYS", str(tmp_path / "says"))
+    monkeypatch.setenv("MY_TOKEN", secret)
+    done = limited(5 << 20, "steps=3", root)
+    assert "File too large" in done.stderr and "the key is" in done.stdout and secret not in done.stdout + done.stderr
+    (folder,) = receipt.folders(root)
+    assert "the key is" not in (folder / receipt.LOG).read_text()
+
+
 @pytest.mark.slow
 def test_no_room_for_a_receipt_starts_nothing(root):
     done = limited(1 << 20, f"steps=5 touch={root.parent}/running", root)

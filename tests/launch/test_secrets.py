@@ -159,10 +159,10 @@ def written(tmp_path, lines: list[str], environ: dict[str, str]) -> tuple[str, s
     )  # fmt: skip
     with Log(made.folder / receipt.LOG, redactor) as log:
         for line in lines:
-            log.lines([line])
+            log.write(log.without_secrets([line]))
         for line in lines:
-            log.lines([f"RuntimeError: {line}"])
-            log.lines([f"error: {line}"])
+            log.write(log.without_secrets([f"RuntimeError: {line}"]))
+            log.write(log.without_secrets([f"error: {line}"]))
     made.seal("failed", outcome.of_run(made.folder, made.content))
     return (made.folder / receipt.LOG).read_text(), (made.folder / receipt.FILE).read_text()
 
@@ -260,8 +260,8 @@ def test_a_secret_in_a_step_line_is_hidden_like_any_other(tmp_path):
     line = stand_in.step_line(1, 3) + f" {secret}: 5 | note {secret} |"
     reading = stand_in.reading("built", 0, 0, device=0, node=0, bus="b", name=f"GPU {secret}", note=secret)
     with Log(tmp_path / receipt.LOG, Redactor({"MY_SETTINGS": secret})) as log:
-        log.lines([line])
-        log.lines([reading])
+        log.write(log.without_secrets([line]))
+        log.write(log.without_secrets([reading]))
     assert secret not in (tmp_path / receipt.LOG).read_text()
 
 
