@@ -19,6 +19,9 @@ from launch.host import storage
 from launch.record import steps
 from nam_megatron import train
 from nam_megatron.compile.lower import translate
+from nam_megatron.errors import Refused
+from nam_megatron.laws import book
+from nam_megatron.prove import every
 from nam_megatron.recipe import load
 
 sys.path.insert(0, str(Path(train.__file__).parents[1] / "benchmarks"))
@@ -387,6 +390,36 @@ def test_every_test_of_gpus_has_a_job():
     assert [
         file.name for file in sorted((Path(__file__).parents[1] / "gpu").glob("test_*.py")) if file.name not in commands
     ] == []
+
+
+# Of the other laws of what nobody has tried: why no proof on up to four GPUs would answer them.
+UNPROVABLE = {
+    "of several hosts": {"tensor-over-hosts", "whole-step-hosts"},
+    "an equal sum with other random numbers shows nothing": {"whole-step-dropout", "flash4-dropout"},
+    "proofs train every weight": {"fp8-inputs-adapters", "quack-adapters", "mamba3-rates-adapters"},
+    "proofs draw whole sequences": {"flash4-documents"},
+    "proofs cut a model's attention to heads that are tried, its windows and sinks with it": {
+        "flash4-width", "flash4-window", "flash4-sinks", "sinks-context",
+    },
+    "of no layout": {"lr-above-one", "cpu-muon"},
+}  # fmt: skip
+
+
+def test_what_nobody_has_tried_has_a_job_or_a_reason():
+    reasons = set().union(*UNPROVABLE.values())
+    assert sitting.TRIED.keys() | reasons == book.WAIVABLE.keys() and not sitting.TRIED.keys() & reasons
+
+
+@pytest.mark.parametrize("law", sitting.TRIED)
+def test_a_try_is_of_what_its_law_alone_refuses(law):
+    preset, gpus, words = sitting.TRIED[law]
+    words = [f"cluster=h200_{gpus}", *words.split()]
+    with pytest.raises(Refused) as refused:
+        translate(load(preset, words))
+    assert {problem.law for problem in refused.value.problems} == {law}
+    _, pair = every.asked(preset, " ".join([*words, f"allow.{law}=tried"]), "cuda")
+    assert every.run_of(pair.layout) != every.run_of(pair.reference)
+    assert law in pair.layout.plan.recipe.allow
 
 
 def sat(tmp_path, jobs, *words) -> tuple[int, dict]:
