@@ -28,7 +28,18 @@ from nam_megatron.data import indexed
 from nam_megatron.errors import INCOMPLETE, OK, Problem, Refused, folded, likely, quoted, raise_if, unwritable
 from nam_megatron.features.names import FEATURES
 from nam_megatron.laws import book, page
-from nam_megatron.recipe import Device, Recipe, conf_dir, config_at, device, keys_at, keys_hint, load, value_at
+from nam_megatron.recipe import (
+    Device,
+    Recipe,
+    conf_dir,
+    config_at,
+    device,
+    keys_at,
+    keys_hint,
+    load,
+    value_at,
+    whole_hint,
+)
 from nam_megatron.reference import values
 from nam_megatron.schema import configs
 from nam_megatron.tracker import TRACKER
@@ -179,14 +190,10 @@ def explain(lowering: Lowering, name: str, sources: Sources) -> str:
     flag = target.by_name(name)
     if flag is None:
         close = difflib.get_close_matches(name, target.flags, 1)
-        if ends := [f"`{key}`" for key, _ in keys(sources) if f".{key}".endswith(f".{asked}")]:
-            hint = f"a recipe key is written whole: {' or '.join(ends)}"
-        else:
-            hint = (
-                f"did you mean `{close[0]}`?"
-                if close
-                else "a recipe key is written with its section: `explain=optim.lr`"
-            )
+        near = (
+            f"did you mean `{close[0]}`?" if close else "a recipe key is written with its section: `explain=optim.lr`"
+        )
+        hint = whole_hint([asked]) or near
         raise Refused(f"Megatron {target.pin} has no flag `{name}`", key="explain", hint=hint, law="flag-unknown")
     s = lowering.by_name.get(flag.dest)
     if s is None:
@@ -226,7 +233,8 @@ def explain_key(lowering: Lowering, key: str, sources: Sources) -> str:
     config = config_at(parents)
     if config is None or last not in config.model_fields:
         close = likely(last, keys_at(parents))
-        meant = f"did you mean `{'.'.join((*parents, close))}`?" if close else keys_hint(parents)
+        near = f"did you mean `{'.'.join((*parents, close))}`?" if close else keys_hint(parents)
+        meant = whole_hint([key]) or near
         raise Refused(f"there is no key `{key}`", key="explain", hint=meant, law="key-unknown")
     row = config.row(last)
     recipe = lowering.plan.recipe

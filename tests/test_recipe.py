@@ -22,6 +22,7 @@ from nam_megatron.features.megatron_fsdp import MegatronFsdp
 from nam_megatron.features.muon import Muon
 from nam_megatron.judge import same
 from nam_megatron.recipe import Recipe, conf_dir, from_tree, load, to_tree
+from nam_megatron.recipe.keys import FOLLOWS, TRAINERS, config_at, keys_at, whole_hint
 from nam_megatron.recipe.layout import Parallel
 from nam_megatron.words.setting import NEEDED, Config, section
 
@@ -625,3 +626,14 @@ def test_lone_experts_are_scaled_again_only_where_their_gradients_are_sharded_an
         )  # fmt: skip
         found = [*MegatronFsdp.model_construct(strategy=strategy).alone(site)]
         assert bool(found) == (strategy != "optim" and several and peers == 1)
+
+
+def test_what_other_trainers_call_a_key_leads_to_one():
+    """And is told: nothing else that is said of a word stands before it."""
+    for name, key in TRAINERS.items():
+        parents = key.split(".")[:-1]
+        assert config_at(parents) and key.split(".")[-1] in keys_at(parents), key
+        assert whole_hint([f"{parents[0] if parents else 'model'}.{name}"]).startswith(
+            f"what others call `{name}` is `{key}` here"
+        )
+    assert all(f"`{key}`" in whole_hint([name]) for name, why in FOLLOWS.items() for key in why.split("`")[1::2])

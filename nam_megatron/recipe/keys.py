@@ -23,6 +23,60 @@ MEGATRONS = {
     "num_layers": DEPTH, "hybrid_layer_pattern": "model.pattern",
     **dict.fromkeys(("num_query_groups", "kv_heads", "num_kv_heads"), "model.blocks.attention.query_groups"),
 }  # fmt: skip
+# What other trainers' options are called (NeMo, torchtitan, Lightning, DeepSpeed, transformers' Trainer, nanoGPT), where no key is.
+TRAINERS = {
+    name: key for key, names in {
+        DEPTH: "layers n_layers n_layer",
+        "model.hidden_size": "d_model n_embd dim width embed_dim",
+        "model.ffn_hidden_size": "d_ff ffn_dim mlp_dim",
+        "model.num_attention_heads": "n_heads n_head num_heads",
+        "model.blocks.attention.query_groups": "n_kv_heads",
+        "model.seq_length": "seq_len max_seq_len max_seq_length sequence_length context_length context_len block_size max_length",
+        "model.vocab_size": "vocab n_vocab",
+        "model.hidden_dropout": "dropout",
+        "parallel.tensor": "tp tp_size tensor_parallel tensor_parallel_size tensor_parallel_degree",
+        "parallel.sequence": "sp",
+        "parallel.pipeline": "pp pp_size pipeline_parallel pipeline_parallel_size pipeline_parallel_degree",
+        "parallel.virtual_pipeline": "vpp virtual_pipeline_model_parallel_size virtual_pipeline_parallel_size",
+        "parallel.context": "cp cp_size context_parallel context_parallel_degree",
+        "parallel.expert": "ep ep_size expert_parallel expert_parallel_size expert_parallel_degree",
+        "parallel.expert_tensor": "etp expert_tensor_parallel_degree",
+        "cluster.nodes": "num_nodes nnodes n_nodes",
+        "cluster.gpus_per_node": "gpus num_gpus n_gpus ngpus devices nproc_per_node nproc ngpus_per_node num_gpus_per_node",
+        "optim": "optimizer optimizer_type",
+        "optim.lr": "learning_rate max_lr base_lr peak_lr",
+        "optim.min_lr": "min_learning_rate lr_min",
+        "optim.decay": "lr_scheduler lr_scheduler_type scheduler lr_schedule lr_decay",
+        "optim.warmup_steps": "warmup warmup_iters num_warmup_steps lr_warmup_steps",
+        "optim.weight_decay": "wd",
+        "optim.clip_grad": "grad_clip max_grad_norm max_norm gradient_clip_val gradient_clipping clip",
+        "schedule.micro_batch_size": "mbs micro_batch local_batch_size per_device_train_batch_size train_micro_batch_size_per_gpu",
+        "schedule.global_batch_size": "gbs batch_size global_batch train_batch_size",
+        "schedule.train_steps": "max_steps steps num_steps total_steps training_steps max_iters num_train_steps",
+        "schedule.save": "output_dir save_dir ckpt_dir checkpoint_dir",
+        "schedule.save_interval": "save_steps save_every every_n_train_steps checkpoint_interval",
+        "schedule.load": "resume resume_from_checkpoint",
+        "schedule.log_interval": "logging_steps log_every log_every_n_steps log_freq",
+        "schedule.eval_interval": "eval_every val_check_interval",
+        "data.path": "data_path dataset dataset_path train_data",
+        "precision.params": "dtype torch_dtype mixed_precision",
+        "feature.recompute.granularity": "activation_checkpointing gradient_checkpointing activation_checkpoint recompute_activations",
+        "feature.megatron_fsdp.enabled": "fsdp",
+        "feature.distributed_optimizer.enabled": "zero zero_stage",
+        "feature.tracking": "wandb logger",
+    }.items() for name in names.split()
+}  # fmt: skip
+# And what none of ours sets, since others decide it.
+FOLLOWS = {
+    name: why for why, names in {
+        "data-parallel ranks are what `cluster.nodes` x `cluster.gpus_per_node` leaves of tensor, pipeline and context":
+            "dp dp_size data_parallel data_parallel_size data_parallel_degree dp_shard dp_replicate data_parallel_shard_degree",
+        "microbatches are what `schedule.global_batch_size` has of `schedule.micro_batch_size` on each data-parallel rank":
+            "gradient_accumulation_steps accumulate_grad_batches grad_accum gradient_accumulation num_microbatches",
+        "`optim.beta1` and `optim.beta2` are two keys": "betas adam_betas",
+        "a training is as long as `schedule.train_steps` says": "epochs num_epochs max_epochs num_train_epochs",
+    }.items() for name in names.split()
+}  # fmt: skip
 
 SWITCHED = "features are switched by key: `feature.NAME.KEY=...`; `~feature.NAME` turns one off"
 
@@ -91,9 +145,11 @@ def whole_hint(written: Iterable[str]) -> str | None:
             return f"of Megatron's `--{last.replace('_', '-')}` the recipe's key is {' or '.join(found)}"
     for key in written:
         last = key.rpartition(".")[2]
-        if here := called_elsewhere().get(last):
+        if here := called_elsewhere().get(last) or TRAINERS.get(last):
             more = ", where attention and the MLP after it are two layers" if here == DEPTH else ""
             return f"what others call `{last}` is `{here}` here{more}"
+        if follows := FOLLOWS.get(last):
+            return follows
     for key in written:
         above, _, last = key.rpartition(".")
         found = [f"`{known}`" for known in _known() if known.endswith(f".{last}")]
