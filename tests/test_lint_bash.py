@@ -87,6 +87,11 @@ SCRIPTS = [
     'if [[ 1 == 1 && 2 == 3 && 1 == 1 ]]; then X=5; else X=4; fi; RUN $X',
     'if [[ 1 == 1 || 2 == 3 || 2 == 3 ]]; then X=4; else X=5; fi; RUN $X',
     'if [[ -z $U && 1 == 1 ]]; then X=4; fi; RUN $X',
+    'if [[ 1 == 2 || ( 2 == 3 || 1 == 4 ) ]]; then X=5; else X=4; fi; RUN $X',
+    'if [[ ! ( 1 == 2 || 1 == 1 && 2 == 2 ) ]]; then X=5; else X=4; fi; RUN $X',
+    'if ! [[ 1 == 1 && ! 2 == 3 ]]; then X=5; else X=4; fi; RUN $X',
+    'if [[ 1 == 1 || 2 == 2 && 2 == 3 ]]; then X=4; else X=5; fi; RUN $X',
+    'X=4; [[ ( 1 == 2 ) ]] && X=5; [[ 1 == 1 && (1 == 2 || ! 2 == 2) ]] || RUN $X',
     '((X=3+1)); RUN $X',
     'let X=3+1; RUN $X',
     'X=3; ((X++)); RUN $X',
@@ -202,7 +207,6 @@ SCRIPTS = [
 ]  # fmt: skip
 # Those that lint leaves open.
 OPEN = [
-    "if [[ 1 == 2 || ( 2 == 3 || 1 == 4 ) ]]; then X=5; else X=4; fi; RUN $X",
     'X=$((2**3)); RUN $X',
     'declare -i X=2+3; RUN $X',
     'A=(1 4 2); N=$(wc -l < t.sh); A[$N]=5; RUN ${A[0]}${A[1]}${A[2]}',
@@ -389,7 +393,7 @@ VALUES = [
 TESTS = [
     '[ "$X" = 4 ]', "[[ $X == 4* ]]", '[[ $X == "4*" ]]', '[ -z "$Y" ]', '[ -n "$X" ]', "true", "false", "! true", "[ 2 -lt 3 ]",
     "(( 5 > 3 ))", "[[ $X != a && 1 == 1 ]]", "[[ a == b || $X == 4 ]]", "test 1 = 1", "[ -f none ]", "[[ -v X ]]", "grep -q a none",
-    "! [ 1 = 1 ]",
+    "! [ 1 = 1 ]", "[[ a == b || ( $X == 4 && ! b == c ) ]]",
 ]  # fmt: skip
 PATTERNS = ["4", "a*", '"a*"', "4|5", "[0-9]"]
 PLAIN = [

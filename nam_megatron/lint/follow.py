@@ -356,7 +356,11 @@ class Follower:
     def label(self, node: object) -> str:
         """A condition, with its holes."""
         if isinstance(node, Chain):
-            return f"{self.label(node.left)} {node.op} {self.label(node.right)}"
+            sides = (self.label(side) for side in (node.left, node.right))
+            apart = (isinstance(side, Chain) and side.op != node.op for side in (node.left, node.right))
+            return f" {node.op} ".join(
+                f"( {side} )" if other else side for side, other in zip(sides, apart, strict=True)
+            )
         if isinstance(node, Subshell):
             return " | ".join(map(self.label, node.nodes))
         if isinstance(node, Branch):
@@ -449,7 +453,7 @@ class Follower:
                 return int(words[1]) == 0
             return None if self.asks(node.words[0]) else True
         tokens = [w for w in node.words if w.kind == "word"]
-        double = tokens[0].literal == "[[" or tokens[-1].literal == "]]"
+        double = tokens[0].literal == "[["
         tokens = tokens[tokens[0].literal in TESTS : len(tokens) - (tokens[-1].literal in ("]", "]]"))]
         words = [f for w in tokens for f in ([self.joined(w.parts)] if double else self.fields(w) or [""])]
         if len(words) > 2 and words[-2] in ("=", "==", "!="):
@@ -877,10 +881,12 @@ def _named(node: object) -> TypeGuard[Command]:
 
 
 def _tests(node: object) -> TypeGuard[Command]:
-    """Whether a node is a test: `[ ]`, `[[ ]]`, `test`, or half of a `[[ a && b ]]`."""
-    if not isinstance(node, Command) or not node.words:
-        return False
-    return node.words[0].literal in (*TESTS, "true", "false", ":", "getopts") or node.words[-1].literal == "]]"
+    """Whether a node is a test: `[ ]`, `[[ ]]`, `test`."""
+    return (
+        isinstance(node, Command)
+        and bool(node.words)
+        and node.words[0].literal in (*TESTS, "true", "false", ":", "getopts")
+    )
 
 
 def _changed(token: Token) -> list[str]:

@@ -329,7 +329,6 @@ class Parser:
         lexer = Lexer(text)
         self.tokens, self.bodies = list(lexer.tokens()), lexer.bodies
         self.at = self.depth = self.heredocs = 0
-        self.in_test = False  # between `[[` and `]]`, where `<` and `(` are words
 
     @property
     def token(self) -> Token | None:
@@ -420,7 +419,16 @@ class Parser:
         if word == "{":
             self.eat()
             return Branch([(None, self.block("}"))], line)
-        if word == "(" and not self.in_test:
+        if word == "!" and self.at + 1 < len(self.tokens) and self.tokens[self.at + 1].literal == "[[":
+            self.eat()
+            return _opposite(self.command())
+        if word == "[[":
+            self.eat()
+            node = self._tested()
+            if self.word == "]]":
+                self.eat()
+            return node
+        if word == "(":
             self.eat()
             return Subshell([Branch([(None, self.block(")"))], line)])
         if word == "function" and self.at + 1 < len(self.tokens) and (name := self.tokens[self.at + 1].literal):
@@ -474,16 +482,41 @@ class Parser:
         self.eat()
         return Branch(arms, line, subject)
 
+    def _tested(self, op: str = "||") -> object:
+        """What stands in `[[ ]]`: a chain of tests, each with its own brackets; `&&` binds closer than `||`."""
+        node = self._tested("&&") if op == "||" else self._test()
+        while self.token is not None and self.token.kind == "op" and self.word == op:
+            line = self.eat().line
+            node = Chain(node, op, self._tested("&&") if op == "||" else self._test(), line)
+        return node
+
+    def _test(self) -> object:
+        line, depth = self.token.line if self.token else 0, 0
+        if self.word == "!":
+            self.eat()
+            return _opposite(self._test())
+        if self.word == "(" and self.token and self.token.kind == "op":
+            self.eat()
+            node = self._tested()
+            self.eat()
+            return node
+        words = [_raw("[[", line)]
+        while (op := self.token and self.token.kind == "op") or self.word != "]]":
+            depth += {"(": 1, ")": -1}.get(self.word or "", 0) if op else 0  # of a regular expression
+            if self.token is None or depth < 0 or (op and self.word in ("&&", "||")):
+                break
+            token = self.eat()
+            if not op:
+                words.append(token)
+            elif token.text != "\n":
+                words.append(Token("word", parts=(Part("quoted", token.text),), line=line))
+        return Command([*words, _raw("]]", line)], line)
+
     def _simple(self, line: int) -> object:
         node, start = Command([], line), self.at
-        if self.in_test:  # a later part of `[[ a && b || c ]]`
-            node.words.append(Token("word", parts=(Part("raw", "[["),), line=line))
         while self.token is not None:
             if self.token.kind != "op":
-                self.in_test = self.word == "[[" or (self.in_test and self.word != "]]")
                 node.words.append(self.eat())
-            elif self.in_test and self.word in ("<", ">", "(", ")", "|"):
-                node.words.append(Token("word", parts=(Part("quoted", self.eat().text),), line=line))
             elif self.word in ("<<", "<<-"):
                 self.eat()
                 node.heredocs.append(self.heredocs)
@@ -510,6 +543,17 @@ class Parser:
         if self.at == start:
             self.eat()  # an operator where a command should start
         return node
+
+
+def _raw(text: str, line: int) -> Token:
+    return Token("word", parts=(Part("raw", text),), line=line)
+
+
+def _opposite(node: Any) -> object:
+    """A test, or a chain of them, that holds where `node` does not."""
+    if isinstance(node, Chain):
+        return Chain(_opposite(node.left), "||" if node.op == "&&" else "&&", _opposite(node.right), node.line)
+    return Command([node.words[0], _raw("!", node.line), *node.words[1:]], node.line)
 
 
 def _first_name(token: Token | None) -> str | None:
