@@ -16,6 +16,7 @@ from nam_megatron.recipe import load
 
 NAM = Path(sys.executable).with_name("nam")
 HEAD = "# @package _global_\n"
+MINE = "defaults: [nam56r_smoke, _self_]\npreset: {name: mine, alias_of: null, family: mine, about: x}\n"
 
 
 def nam(*words, cwd=None):
@@ -128,6 +129,20 @@ def test_a_model_file_that_is_missing_is_looked_for_in_ones_own_folder(own, tmp_
     own("preset/p", "defaults:\n  - override /model: mine\npreset: {name: p, about: x, alias_of: null, family: p}\n")
     ran = asked(tmp_path, "conf=p")
     assert ran.code == 2 and f"one of your own would be `{tmp_path}/own/model/mine.yaml`" in ran.err
+
+
+def test_a_file_in_the_place_of_a_name_is_told_where_it_belongs(own, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own("mine", MINE)
+    for words in (["conf=mine"], ["conf=own/mine.yaml"], ["conf=own/mine"]):
+        ran = asked(tmp_path, *words)
+        way = f"hint: a preset is named, and not its file: move it to `{tmp_path}/own/preset/mine.yaml`, then `--config-dir"
+        assert ran.code == 2 and "mine.yaml` is a file @ preset" in ran.err and way in ran.err, words
+    own("preset/mine", MINE)
+    (tmp_path / "own" / "mine.yaml").unlink()
+    ran = asked(tmp_path, "conf=own/preset/mine.yaml")
+    assert ran.code == 2 and f"and not its file: `--config-dir {tmp_path}/own conf=mine`" in ran.err
+    assert asked(tmp_path, "conf=mine").code == 0
 
 
 @pytest.mark.parametrize(

@@ -220,6 +220,14 @@ def _no_choice(group: str, wanted: str, options: Sequence[str], folders: Sequenc
         hint = f"name the preset that was run; its receipt says which. There are: {', '.join(options)}"
         message = f"`{wanted}` is no preset but {NO_PRESETS[name.lower()]}"
         return Problem(message, key=group, hint=hint, law="file-unknown")
+    there = (Path(wanted), Path(f"{wanted}.yaml"), *(folder / f"{name}.yaml" for folder in folders))
+    if found := next((path for path in there if path.suffix == ".yaml" and path.is_file()), None):
+        lies = found.absolute().parent.name == group
+        home = folders[0] if folders else found.parent.parent if lies else found.parent
+        move = "" if lies else f"move it to `{home / group / name}.yaml`, then "
+        word = f"{'conf' if group == 'preset' else group}={name}"
+        hint = f"a {group} is named, and not its file: {move}`--config-dir {home} {word}`"
+        return Problem(f"no {group} `{wanted}`, and `{found}` is a file", key=group, hint=hint, law="file-unknown")
     if group == "preset" and (wanted.endswith(".json") or "/" in wanted) and not likely(name, options):
         hint = "`conf=` takes a config.json of Hugging Face, a folder with one, or a NAME; your own: `--config-dir FOLDER conf=NAME`"
         path = Path(wanted)
