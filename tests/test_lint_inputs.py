@@ -72,7 +72,8 @@ def test_config_of_a_public_model_has_its_parameters(name):
 TRAINED = {"nemotron_3_nano_30b_a3b": 0.0173}
 # Of the loss that balances experts a config.json says nothing, or what its authors' code has and not what they trained with.
 BALANCED = {
-    "moonlight_16b_a3b", "deepseek_v3_yarn", "deepseek_v2_lite", "kimi_k2", "qwen3_30b_a3b", "qwen3_next_80b_a3b", "mixtral_8x7b",
+    "moonlight_16b_a3b", "deepseek_v3", "deepseek_v3_yarn", "deepseek_v3_2", "deepseek_v2_lite", "kimi_k2",
+    "qwen3_30b_a3b", "qwen3_next_80b_a3b", "mixtral_8x7b",
     "gpt_oss_20b", "gpt_oss_120b",
 }  # fmt: skip
 
@@ -570,10 +571,11 @@ FOLLOWS = {
     "num_hidden_layers": {"--moe-layer-freq", "--linear-attention-freq"}, "num_attention_heads": {"--kv-channels"},
     "hidden_size": {"--kv-channels"}, "v_head_dim": {"--kv-channels"},
     "intermediate_size": {"--moe-ffn-hidden-size"}, "moe_intermediate_size": {"--moe-shared-expert-intermediate-size"},
-    "n_group": {"--moe-router-group-topk"},
+    "n_group": {"--moe-router-group-topk"}, "rms_norm_eps": {"--dsa-indexer-k-norm-epsilon"},
 }  # fmt: skip
 # (Family, key): another number of it is one that no layer reads, or none that can be said.
-SILENT = {(family, "num_key_value_heads") for family in ("deepseek_v3_yarn", "deepseek_v2_lite", "kimi_k2", "moonlight_16b_a3b",
+SILENT = {(family, "num_key_value_heads") for family in ("deepseek_v3", "deepseek_v3_yarn", "deepseek_v3_2",
+                                                         "deepseek_v2_lite", "kimi_k2", "moonlight_16b_a3b",
                                                          "glm_4_7_flash")}  # fmt: skip
 SILENT |= {("glm_4_7_flash", "partial_rotary_factor")}
 # Groups beside a top-k that is not twice those chosen.

@@ -1,15 +1,23 @@
 """Public models as presets: the published parameters exactly, what Megatron builds, and the way back from the launch."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
-from presets import PUBLIC, lowered
+import yaml
+from hf_configs import CONFIGS
+from presets import PUBLIC, changed, lowered
 
 from benchmarks import nam52
 from nam_megatron.budget import parameters
 from nam_megatron.compile import argv
 from nam_megatron.compile.lower import translate
+from nam_megatron.errors import Refused
+from nam_megatron.hf import describe as export
+from nam_megatron.hf import native
+from nam_megatron.judge.same import flat
 from nam_megatron.lint import lint, recipe
+from nam_megatron.recipe import to_tree
 from nam_megatron.verify import VERIFIED, verify
 
 # Those of transformers 5.12.1's own modules of the published config, counted on the meta device.
@@ -89,3 +97,53 @@ def test_candidates_for_nam52_are_counted_as_the_page_says(monkeypatch):
     monkeypatch.setattr(nam52, "ATTENTION", {"MLA": nam52.ATTENTION["MLA"]})
     found, page = list(nam52.rows({})), nam52.DOCS.read_text()
     assert len(found) == 2 + 2 and all(row in page for row in found)
+
+
+TRAINED = yaml.safe_load(Path(__file__).with_name("hf_trained.yaml").read_text())
+
+
+def trained(name: str) -> dict[str, list]:
+    """By key: whose it is, and the value, of what no config.json decides of a preset."""
+    stands = flat(to_tree(lowered(name).plan.recipe))
+    return {key: said for key, said in {**TRAINED["all"], **TRAINED["models"][name]}.items() if key in stands}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_what_no_config_decides_is_another_sources_or_ours(name):
+    stands, said = flat(to_tree(lowered(name).plan.recipe)), trained(name)
+    assert (
+        TRAINED["models"][name].keys() <= said.keys()
+        and {source for source, _ in said.values()} <= TRAINED["sources"].keys()
+    )
+    assert {key: stands[key] for key in said} == {key: value for key, (_, value) in said.items()}
+
+
+# Other values of what is no number.
+OTHER = {
+    "normalization": ["LayerNorm"], "activation": ["gelu"], "position_embedding": ["none", "rope"],
+    "score_function": ["softmax", "sigmoid"],
+    "group_limit": [[4, 2]], "window": [64], "unwindowed_every": [2, 3], "latent_size": [64], "routed_scaling": [1.5],
+    "learned_positions": [1 << 20], "q_lora_rank": [768], "latent_norm_epsilon": [3e-6], "glu_offset": [2.0], "activation_clamp": [5.0],
+    "substitute": [[], [{"letter": "A", "ranks": [0], "kind": "mlp"}]],
+}  # fmt: skip
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    "name", ["deepseek_v3_2", "qwen3_next_80b_a3b", "gpt_oss_20b", "nemotron_3_super_120b_a12b", "glm_4_5_air"]
+)
+def test_every_value_of_a_preset_is_compared_with_something(name):
+    """One wrong value in each key of its model: no model, or another than config.json's, or a key of the table above."""
+    theirs, seen = export.counted(native.described(CONFIGS[name], "config.json")), 0
+    for key, value in flat(to_tree(lowered(name).plan.recipe)).items():
+        last = key.rpartition(".")[2]
+        if not key.startswith(("model.", "feature.yarn", "feature.llama_rope")) or key in trained(name):
+            continue
+        if last in ("family", "pattern", "depth", "name") or key.startswith("model.letters"):
+            continue  # a title; and the layers, which `layer_kinds` holds
+        others = OTHER.get(last) or [not value if isinstance(value, bool) else value * 2 or 64]
+        other = next(v for v in others if v != value)
+        with contextlib.suppress(Refused):
+            assert export.counted(export.config(translate(changed(name, {key: other})).plan)) != theirs, key
+        seen += 1
+    assert seen > 20
