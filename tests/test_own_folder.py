@@ -124,9 +124,11 @@ def refused(*words: str, cwd: Path) -> str:
 
 def test_the_path_of_a_preset_is_not_said_to_be_absent(tmp_path):
     preset(tmp_path, "zebra")
-    path = "./preset/zebra.yaml"
-    said = refused(f"conf={path}", cwd=tmp_path)
-    assert f"there is no `config.json` or preset `{path}`" in said and "`--config-dir FOLDER conf=NAME`" in said
+    said = refused("conf=./preset/zebra.yaml", cwd=tmp_path)
+    assert "no preset `./preset/zebra.yaml`, and `preset/zebra.yaml` is a file" in said
+    assert "`--config-dir . conf=zebra`" in said
+    (tmp_path / "zebra").write_text("a preset without a suffix")
+    assert "there is no `config.json` or preset `./zebra`" in refused("conf=./zebra", cwd=tmp_path)
 
 
 def test_a_shadowed_name_is_refused(tmp_path):

@@ -223,7 +223,7 @@ def _no_choice(group: str, wanted: str, options: Sequence[str], folders: Sequenc
     there = (Path(wanted), Path(f"{wanted}.yaml"), *(folder / f"{name}.yaml" for folder in folders))
     if found := next((path for path in there if path.suffix == ".yaml" and path.is_file()), None):
         lies = found.absolute().parent.name == group
-        home = folders[0] if folders else found.parent.parent if lies else found.parent
+        home = found.parent.parent if lies else next(iter(folders), found.parent)
         move = "" if lies else f"move it to `{home / group / name}.yaml`, then "
         word = f"{'conf' if group == 'preset' else group}={name}"
         hint = f"a {group} is named, and not its file: {move}`--config-dir {home} {word}`"
