@@ -112,6 +112,7 @@ TRIED = {
         "feature.mhc.streams=4 parallel.pipeline=2 parallel.virtual_pipeline=2",
     ),
     "mtp-tied-embeddings": ("nam56r_native_dp_fused", 1, "model.tied_embeddings=true feature.mtp.depths=1"),
+    "mtp-kinds-untried": ("nam56r_native_dp_fused", 1, "feature.mtp.depths=1 feature.mtp.pattern=AEM +overlay=fp8"),
     "kind-untried": ("qwen3_5_0_8b", 1, WHOLE),
 }
 GPU_TEST = "-m pytest -q -m gpu -p no:cacheprovider -p no:xdist tests/gpu/%s"

@@ -76,6 +76,7 @@ def test_a_facet_names_keys_that_the_kind_has(kind):
         ("context", ["parallel.context=2"], "parallel.context"),
         ("expert", ["execution.moe.dispatcher=alltoall", "parallel.expert=2"], "parallel.expert"),
         ("fp8", ["feature.fp8.recipe=tensorwise"], "feature.fp8.recipe"),
+        ("mtp", ["feature.mtp.depths=1", "feature.mtp.pattern=M"], "feature.mtp.depths"),
         ("graphs", ["feature.cuda_graphs.impl=transformer_engine", "feature.cuda_graphs.modules=[mamba]"], "feature.cuda_graphs.impl"),
     ],
 )  # fmt: skip

@@ -105,6 +105,7 @@ ALWAYS = ["step_rate", "events", "shipped_helpers", "checksums", "tracker", "mar
         (["cluster=h200_2", "parallel.context=2"], ["context", *STATE]),
         (["precision.deterministic=true", "precision.cross_entropy=megatron"], ["autotune", *STATE]),
         (["precision.cross_entropy=fused"], ["mtp_counts", *STATE]),
+        (["feature.mtp.depths=1", "feature.mtp.pattern=AE"], ["mtp_routers", *STATE]),
         (["precision.fused_grad_accumulation=true"], ["wgrad", *STATE]),
         (["feature.megatron_fsdp.enabled=true", "cluster=h200_2"], ["fsdp"]),
         (["feature.yarn.factor=4.0"], ["yarn", *STATE]),

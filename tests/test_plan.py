@@ -423,7 +423,7 @@ def test_a_layer_with_a_window_is_marked_wherever_layers_stand():
     ],
 )
 def test_mtp_is_full_attention_and_a_dense_layer(base, depths, suffix):
-    p = planned(base, feature__mtp={"depths": depths, "loss_weight": 0.1})
+    p = planned(base, feature__mtp={"depths": depths, "pattern": "A-", "loss_weight": 0.1})
     assert p.pattern.partition("/")[1] + p.pattern.partition("/")[2] == suffix
 
 
@@ -434,8 +434,27 @@ def test_mtp_of_a_model_of_nothing_but_dsa_is_still_full_attention():
     assert p.pattern.endswith("/+-")
 
 
+@pytest.mark.parametrize(
+    ("base", "inner", "suffix"),
+    [
+        ("nam56r", "AEMR", ("mla", "moe", "mamba3", "m2rnn")),
+        ("nam56r_native_dp", "EAM-", ("moe", "attention", "mamba2", "mlp")),
+        ("nam52_h200_sparse_8_11_ref_v1", "AE", ("mla", "moe")),
+        ("qwen3_next_80b_a3b", "MA", ("gdn", "attention")),
+    ],
+)
+def test_mtp_has_the_layers_of_its_pattern(base, inner, suffix):
+    p = planned(base, feature__mtp={"depths": 2, "pattern": inner, "loss_weight": 0.1})
+    assert p.mtp == suffix and p.pattern.split("/")[1:] == ["".join(KINDS[kind].symbol for kind in suffix)] * 2
+
+
 def test_mtp_without_attention():
     assert refusal(model__pattern="EM", model__substitute=[]).key == "feature.mtp.depths"
+
+
+def test_a_letter_of_mtp_has_a_kind():
+    none = refusal("qwen3_next_80b_a3b", feature__mtp={"depths": 1, "pattern": "R", "loss_weight": 0.1})
+    assert none.key == "model.letters.R" and none.message == "no kind stands at `R` of MTP"
 
 
 # What the plan says about itself ------------------------------------------------------------------------------------

@@ -660,7 +660,7 @@ BAD = {
     "nothing laid over all": (["conf=nam56r", "feature={}"],
         "`feature={}` is laid over what stands there, and leaves `mtp`, `recompute` and `cuda_graphs`\n",
         "`~feature.NAME` turns one off"),
-    "nothing laid over one of all": (["conf=nam56r", "feature={mtp: { }}"], "and leaves `depths` and `loss_weight`"),
+    "nothing laid over one of all": (["conf=nam56r", "feature={mtp: { }}"], "and leaves `depths`, `loss_weight` and `pattern`"),
     "a key given and taken away": (["conf=nam56r_native_dp_fp8", "feature.fp8.recipe=delayed", "~feature.fp8"],
         "`feature.fp8.recipe=delayed` is given, and `~feature.fp8` takes it away", "keep one of them"),
     "a mapping given and taken away": (["conf=nam56r_native_dp_fp8", "feature={fp8: {recipe: delayed}}", "~feature.fp8"],

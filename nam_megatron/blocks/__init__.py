@@ -15,7 +15,7 @@ from nam_megatron.words.site import Layer, Site
 from nam_megatron.words.sizes import UNMEASURED, Line, Param, Sizes, State, Work
 
 Slot = Literal["attention_layer", "mla_layer", "dsa_layer", "moe_layer", "mlp_layer", "mamba_layer", "gdn_layer"]
-Place = Literal["tensor", "sequence", "context", "expert", "fp8", "graphs"]
+Place = Literal["tensor", "sequence", "context", "expert", "fp8", "graphs", "mtp"]
 GraphPart = Literal["attn", "mamba", "mlp", "moe_router", "moe_preprocess"]
 
 
@@ -41,7 +41,7 @@ class Block(Config):
     title: ClassVar[str]  # for people
     colour: ClassVar[str]  # of the layer strip on a terminal, as rich names colours
     hue: ClassVar[str]  # of the layers of a report's page, in hex
-    tried: ClassVar[tuple[Place, ...]] = ()  # where its layer is right: over which ranks, in FP8, inside CUDA graphs
+    tried: ClassVar[tuple[Place, ...]] = ()  # where its layer is right: over which ranks, in FP8, CUDA graphs, MTP
     measures: ClassVar[Gauge | None] = None  # of itself, in the step line
     letters: ClassVar[tuple[str, ...]]  # of the source pattern, at which it may stand
     symbol: ClassVar[str]  # Megatron's letter for it (megatron-core 0.19.2, hybrid_layer_allocation.Symbols)

@@ -13,13 +13,17 @@ from nam_megatron.words.sizes import MTP, Line, Param, Sizes, Stage, Work
 
 
 class Mtp(Feature):
-    """Multi-token prediction: each depth is one attention layer (never DSA) and one dense MLP."""
+    """Multi-token prediction: layers of `pattern` at each depth, attention never DSA."""
 
     name = "mtp"
     switch = "depths"
 
     # A Literal would take `true` for 1. How many there are, the pattern says.
     depths: Annotated[int, Field(ge=0, le=2), Row("depths; 0: off")]
+    pattern: Annotated[
+        Annotated[str, Field(pattern=r"^[AEMR-]{1,16}$")],
+        Row("the layers of one depth: letters as in `model.pattern`, A never DSA, and `-` a dense MLP", was="A-"),
+    ]
     loss_weight: Annotated[
         NonNegativeFloat,
         Row("weight of the extra losses", "mtp_loss_scaling_factor", ("transformer.mtp_loss_scaling_factor",)),

@@ -6,7 +6,8 @@ from math import gcd, lcm
 from nam_megatron.blocks import Place
 from nam_megatron.blocks.kinds import KINDS, LETTERS
 from nam_megatron.compile.plan import Plan
-from nam_megatron.errors import counted
+from nam_megatron.errors import counted, joined
+from nam_megatron.features.mtp import Mtp
 from nam_megatron.laws.law import CONTRADICTION, MATHS, OURS, REFUSES, UNTRIED, WRONG, Law, Words
 from nam_megatron.laws.sizes import BF16_ROW
 from nam_megatron.recipe import Recipe
@@ -77,12 +78,23 @@ def _untried(plan: Plan, recipe: Recipe, parallel: Parallel) -> Iterator[Words]:
         ("expert", parallel.expert > 1, "parallel.expert=1", "over expert ranks"),
         ("fp8", fp8, "feature.fp8.recipe=none", "in FP8"),
         ("graphs", graphs, "feature.cuda_graphs.impl=none", "inside CUDA graphs"),
+        ("mtp", plan.mtp, "feature.mtp.depths=0", "inside MTP"),
     )
     for kind in sorted(plan.kinds):
         for place, there, without, where in asked:
-            if there and place not in KINDS[kind].tried:
+            if (kind in plan.mtp if place == "mtp" else there) and place not in KINDS[kind].tried:
                 key, _, off = without.partition("=")
                 yield {"key": key, "off": off, "what": KINDS[kind].title, "where": where}
+
+
+def _on_no_gpu(mtp: Mtp, plan: Plan, recipe: Recipe) -> Iterator[Words]:
+    """What no CPU can show: GPUs have had attention and a dense MLP there."""
+    feature = recipe.feature
+    more = [KINDS[kind].title for kind in KINDS if kind in plan.mtp and kind not in ("attention", "mla", "mlp")]
+    if more and feature.fp8:
+        yield {"kinds": joined(more), "where": "in FP8", "off": "feature.fp8.recipe=none"}
+    if more and feature.cuda_graphs:
+        yield {"kinds": joined(more), "where": "beside CUDA graphs", "off": "feature.cuda_graphs.impl=none"}
 
 
 def _unserved(device: Device, target: Target) -> Words | None:
@@ -149,6 +161,8 @@ LAWS = (
     Law(id="value-unread", category=WRONG, key="model.norm_epsilon",
         when=_unread, title="a layer has another dropout or epsilon, whatever the model says", says="{what}",
         way="set `model.{name}={value:g}`", source="the kinds' `fixed`, each with its place in Megatron"),
+    Law(id="mtp-kinds-untried", category=UNTRIED, key="feature.mtp.pattern",
+        when=_on_no_gpu, says="inside MTP nobody has tried {kinds} {where}", way="set it to `A-`, or `{off}`"),
     Law(id="kind-untried", category=UNTRIED, key="model.letters",
         when=_untried, says="{what}: nobody has tried such a layer {where}", way="set `{key}={off}`"),
 )  # fmt: skip

@@ -612,7 +612,8 @@ def _features(a: Args, m: Model) -> Tree:
     if m.llama_factor is not None:
         found["llama_rope"] = {"factor": m.llama_factor}
     if m.mtp_depths:
-        found["mtp"] = {"depths": m.mtp_depths, "loss_weight": a.mtp_loss_scaling_factor}
+        inner = "".join("-" if kind == "mlp" else LETTER[kind] for kind in m.mtp_layers)
+        found["mtp"] = {"depths": m.mtp_depths, "pattern": inner, "loss_weight": a.mtp_loss_scaling_factor}
     if m.recompute:
         full = m.recompute == "full"
         found["recompute"] = {

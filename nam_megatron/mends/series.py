@@ -330,6 +330,19 @@ SERIES: tuple[Mend, ...] = (
         lambda plan: plan.recipe.precision.cross_entropy == "fused",
     ),
     Mend(
+        "mtp_routers",
+        "A router in MTP with a loss stops the first step: its place in a depth is beyond the rows of the log's table.",
+        (
+            Place("megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.record",
+                  "f14cfa4dd21e1b6d2816389b7986c08aaa15d5712f2536a708b624d3f74c9c0e"),
+        ),
+        (f"{MEGATRON}/issues/7172",),
+        "the pinned Megatron-Core has a row in its log for every layer of an MTP depth",
+        ("tests/cpu/test_train.py::test_experts_in_mtp_are_in_the_log",),
+        Moment.START,
+        lambda plan: plan.recipe.feature.mtp is not None and "E" in plan.recipe.feature.mtp.pattern,
+    ),
+    Mend(
         "yarn",
         "The arguments of YaRN reach GQA's config alone; MLA keeps a length of 4096 and betas of 32 and 1.",
         (

@@ -193,7 +193,7 @@ class Model(Config):
             for name in ("glu_offset", "activation_clamp"):
                 yield name, "`model.activation` is no quick GeGLU"
         for letter in type(self.letters).model_fields:
-            if letter not in self.pattern:
+            if letter not in site.letters:
                 yield f"letters.{letter}", f"the pattern has no `{letter}`"
 
 

@@ -153,14 +153,28 @@ def _misplaced(kind: str, letter: str, key: str) -> Problem:
 
 
 def mtp(recipe: Recipe, main: list[str]) -> tuple[str, ...]:
-    """Kinds of one MTP depth: attention as the main stack has it, never DSA, and a dense MLP; none without MTP."""
+    """Kinds of one MTP depth, none without MTP: at A attention as the main stack has it, never DSA; at `-` a dense MLP; else the letter's.
+
+    Raises:
+        Refused: an A where the main stack has no attention, a letter at which no kind stands.
+    """
     if not (recipe.feature.mtp and recipe.feature.mtp.on):
         return ()
-    attention = latent(main) or ("attention" if "attention" in main else None)
-    if attention is None:
+    at = {letter: _stands_at(recipe, letter) for letter in LETTERS}
+    at |= {"A": latent(main) or ("attention" if "attention" in main else None), "-": "mlp"}
+    pattern = recipe.feature.mtp.pattern
+    if "A" in pattern and at["A"] is None:
         message = "MTP needs an attention kind and the pattern has none"
-        raise Refused(message, key="feature.mtp.depths", hint="set it to 0", law="mtp-without-attention")
-    return attention, "mlp"
+        hint = "set it to 0, or write no `A` into `feature.mtp.pattern`"
+        raise Refused(message, key="feature.mtp.depths", hint=hint, law="mtp-without-attention")
+    for letter in dict.fromkeys(pattern):
+        kind, key = at[letter], f"model.letters.{letter}"
+        if kind is None:
+            hint = f"one of {', '.join(LETTERS[letter])}, or leave `{letter}` out of `feature.mtp.pattern`"
+            raise Refused(f"no kind stands at `{letter}` of MTP", key=key, hint=hint, law="letter-without-kind")
+        if letter in LETTERS and kind not in LETTERS[letter]:
+            raise_if([_misplaced(kind, letter, key)])
+    return tuple(kind for letter in pattern if (kind := at[letter]))
 
 
 def everywhere(recipe: Recipe) -> frozenset[str]:

@@ -31,7 +31,7 @@ def site(
     return Site(
         **same,
         kinds=kinds,
-        letters=m.pattern,
+        letters=m.pattern + (f.mtp.pattern if f.mtp and f.mtp.on else ""),
         pattern=pattern,
         layers=layers,
         mtp=mtp,

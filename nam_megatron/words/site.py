@@ -25,7 +25,7 @@ class Site:
     """
 
     kinds: frozenset[str]  # that stand anywhere, MTP included
-    letters: str  # of the pattern, as a recipe writes it
+    letters: str  # of the pattern and of MTP's, as a recipe writes them
     pattern: str  # as Megatron reads it, pipes and MTP suffixes included
     layers: tuple[Layer, ...]  # of the main stack
     mtp: tuple[str, ...]  # kinds of one depth; empty without MTP

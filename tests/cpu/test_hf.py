@@ -90,9 +90,10 @@ AUTHOR = {
 MOE, GQA = f"{AT}moe.", f"{AT}attention."
 TP = {"parallel.tensor": 2, "parallel.sequence": True, "cluster.gpus_per_node": 2}
 PUBLIC: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
-    "next tp": ("qwen3_next_80b_a3b", ("feature.mtp.depths=1", "+model.blocks.mlp={}"), TP),
+    "next tp": ("qwen3_next_80b_a3b", ("feature.mtp.depths=1", "feature.mtp.pattern=MEAE"), TP),
     "lite": (
-        "deepseek_v2_lite", ("feature.yarn.mscale=1.0", f"{MOE}group_limit=[2,1]", f"{MOE}routed_scaling=1.5", "feature.mtp.depths=2"),
+        "deepseek_v2_lite", ("feature.yarn.mscale=1.0", f"{MOE}group_limit=[2,1]", f"{MOE}routed_scaling=1.5", "feature.mtp.depths=2",
+                             "feature.mtp.pattern=AE"),
         {"feature.yarn.original_length": 512, f"{MOE}router_dtype": None},
     ),
     "sparse": (

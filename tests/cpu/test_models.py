@@ -304,7 +304,7 @@ def parameters(letter: str, c: SimpleNamespace) -> dict[str, tuple[int, ...]]:
     }
 
 
-@pytest.mark.parametrize("pattern", ["*EM-/*-", "+ED-/+-/+-", "DEM"])
+@pytest.mark.parametrize("pattern", ["*EM-/*-", "+ED-/+-/+-", "DEM", "*EM/*E/*E", "+-/+EM"])
 def test_names_and_shapes(pattern):
     fields = {**harness.ATTENTION, **harness.LATENT, **harness.DSA, **harness.MOE, **harness.MAMBA}
     c = SimpleNamespace(hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, **fields)

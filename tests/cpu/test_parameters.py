@@ -24,6 +24,7 @@ PLANS = {
     "smoke": ("nam56r_smoke",),
     "dsa and mtp": LATENT,
     "dsa without reuse, two depths": (*LATENT, "model.blocks.dsa.full_every=1", "feature.mtp.depths=2"),
+    "experts in mtp": (*LATENT, "feature.mtp.depths=2", "feature.mtp.pattern=AEM-"),
     "no latent norms": (*LATENT, "model.blocks.mla.latent_norm=false"),
     "dense": (*NATIVE, "model.letters.E=mlp", "feature.mtp.depths=1"),
     "swiglu": (*NATIVE, "model.activation=swiglu"),
@@ -171,6 +172,7 @@ def test_muons_share_is_megatrons_rule():
 COUNTED = {
     "native": NATIVE,
     "mtp": (*NATIVE, "feature.mtp.depths=2"),
+    "mtp of experts and mixers": (*NATIVE, "feature.mtp.depths=2", "feature.mtp.pattern=MEAE"),
     "latent": LATENT,
     "dense, gated": (*NATIVE, "model.letters.E=mlp", "model.activation=swiglu"),
     "as designed": ("nam56r",),

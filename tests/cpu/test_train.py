@@ -451,6 +451,16 @@ def test_layouts_train(tmp_path, layout):
         assert logged(ranks, f"mtp_{depth} loss") == pytest.approx([5.55, 5.55], abs=0.1)
 
 
+def test_experts_in_mtp_are_in_the_log(tmp_path):
+    """Megatron's table has a row for each depth, and `E` is the second layer of one: IndexError in the first step."""
+    balanced = ("model.blocks.moe.aux_loss_coeff=0.01", "model.blocks.moe.z_loss_coeff=0.001")
+    ranks = run(tmp_path, "cluster=h200_1", "feature.mtp.depths=2", "feature.mtp.pattern=AEE", *balanced)
+    assert len(trained(ranks)) == 2 and len(logged(ranks, "mtp_2 loss")) == 2
+    layers = lowered("feature.mtp.depths=2", "feature.mtp.pattern=AEE").plan.letter_counts["E"] + 2 * 2
+    # At the start a router prefers none: its loss is 1, which Megatron divides by two layers too many.
+    assert logged(ranks, "load_balancing_loss")[0] == pytest.approx(layers / (layers + 2), rel=0.05)
+
+
 @pytest.mark.slow
 def test_a_stage_without_experts_takes_part_in_the_log_of_theirs(tmp_path):
     """Megatron's stages would add up as many numbers as layers here, as MoE layers there: the first line would not come."""

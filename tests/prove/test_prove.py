@@ -804,6 +804,10 @@ SAMPLE = {
     "two stages of two, MTP": (
         "nam56r_native_dp", "parallel.pipeline=2", "parallel.virtual_pipeline=2", "feature.mtp.depths=2", "cluster=h200_2",
     ),
+    "experts and a mixer in MTP, over every kind of rank": (
+        "nam56r_native_dp", "+overlay=pp_tp_sp", "parallel.expert=2", "execution.moe.dispatcher=alltoall", "feature.mtp.depths=1",
+        "feature.mtp.pattern=AEM", "model.blocks.moe.aux_loss_coeff=0.01", "cluster=h200_4",
+    ),
     "a stage without an indexer and one without experts, whose losses Megatron's log sums over all stages": (
         "nam52r_h200_4full_9sparse_candidate_v1", "parallel.pipeline=2", "cluster=h200_2",
     ),

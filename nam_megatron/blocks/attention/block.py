@@ -22,7 +22,7 @@ class Attention(Block):
     letters = ("A",)
     symbol = "*"
     slot = "attention_layer"
-    tried = ("tensor", "sequence", "context", "expert", "fp8", "graphs")
+    tried = ("tensor", "sequence", "context", "expert", "fp8", "graphs", "mtp")
     adapted = ("linear_qkv", "linear_proj")
     graph_parts = ("attn",)
     cached = True

@@ -23,7 +23,7 @@ class Gdn(Block):
     letters = ("M", "R")
     symbol = "G"
     slot = "gdn_layer"
-    tried = ("tensor", "sequence", "context", "expert", "fp8")
+    tried = ("tensor", "sequence", "context", "expert", "fp8", "mtp")
     autotuned = True
     activates = True
     library = "flash-linear-attention's"

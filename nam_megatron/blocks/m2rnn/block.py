@@ -47,7 +47,7 @@ class M2Rnn(Block):
     letters = ("R",)
     symbol = "M"
     slot = "mamba_layer"
-    tried = ("tensor", "sequence", "context", "expert", "fp8", "graphs")
+    tried = ("tensor", "sequence", "context", "expert", "fp8", "graphs", "mtp")
     adapted = ("in_proj", "out_proj")
     stock = False
     graph_parts = ("mamba",)

@@ -34,7 +34,7 @@ class Mamba2(Block):
     letters = ("M", "R")
     symbol = "M"
     slot = "mamba_layer"
-    tried = ("tensor", "sequence", "context", "expert", "fp8", "graphs")
+    tried = ("tensor", "sequence", "context", "expert", "fp8", "graphs", "mtp")
     adapted = ("in_proj", "out_proj")
     graph_parts = ("mamba",)
     autotuned = True

@@ -34,7 +34,7 @@ class Mla(Block):
     letters = ("A",)
     symbol = "+"
     slot = "mla_layer"
-    tried = ("tensor", "sequence", "context", "expert", "fp8", "graphs")
+    tried = ("tensor", "sequence", "context", "expert", "fp8", "graphs", "mtp")
     adapted = (
         "linear_q_proj",
         "linear_q_down_proj",

@@ -17,7 +17,7 @@ class Mlp(Block):
     letters = ("E",)
     symbol = "-"
     slot = "mlp_layer"
-    tried = ("tensor", "sequence", "context", "expert", "fp8", "graphs")
+    tried = ("tensor", "sequence", "context", "expert", "fp8", "graphs", "mtp")
     adapted = ("linear_fc1", "linear_fc2")
     graph_parts = ("mlp",)
     activates = True

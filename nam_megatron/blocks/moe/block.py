@@ -25,7 +25,7 @@ class Moe(Block):
     letters = ("E",)
     symbol = "E"
     slot = "moe_layer"
-    tried = ("tensor", "sequence", "context", "expert", "fp8", "graphs")
+    tried = ("tensor", "sequence", "context", "expert", "fp8", "graphs", "mtp")
     adapted = ("linear_fc1", "linear_fc2")
     unadapted = MappingProxyType({"router": "another choice of experts is another load on them, and their bias stays"})
     graph_parts = ("moe_router", "moe_preprocess")
