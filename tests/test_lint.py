@@ -496,6 +496,9 @@ SHELL = {
     "C='python t.py --hidden-size 4'; srun -l sh -c \"$C\"": "4",
     "sbatch <<EOF\n#!/bin/bash\nsrun python t.py --hidden-size 4\nEOF": "4",
     "X=4 torchrun t.py --hidden-size 4 > log 2>&1 &": "4",
+    "bcprun -p 8 -c 'python /mount/t.py --hidden-size 4'": "4",
+    "sbatch --wrap=\"torchrun t.py --hidden-size 4\"": "4",
+    "C='import torch --hidden-size 5'; python -c \"$C\"; torchrun t.py --hidden-size 4": "4",
     "OMP_NUM_THREADS=1 python -m torch.distributed.run --nproc-per-node 2 t.py --hidden-size 4 | tee log": "4",
     "torchrun t.py --hidden-size '4'": "4",
     "X=\"a'b\"; torchrun t.py --hidden-size 4 --save \"$X\"": "4",
@@ -1922,6 +1925,13 @@ MIXTRAL = " ".join(words(MOE | {"--moe-router-topk": None, "--untie-embeddings-a
                              ("moe-no-balancing", "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0"))),
         ("idle-flag", "s.sh", f"torchrun t.py {DESCRIBED} --load x --save-interval 1000000", ("1000000", "1000")),
         ("unknown-variable", "r.py", "def recipe():\n    cfg.model.num_layers = f()\n    cfg.model.hidden_size = 64", ()),
+        ("bad-value", "adapter.sh", "A=\"--num-layers 2 --hidden-size 64 --recompute-granularity 'full'\"", ("'full'", "'ful'")),
+        ("bad-value", "adapter.sh", "A='--num-layers 2 --hidden-size 64 --rotary-base 1e6 --special-file x'", ("--special-file x", "")),
+        ("fp32", "f.sh", f"torchrun t.py {DESCRIBED} --lr 1 --micro-batch-size 1 --precision 32", ("--precision 32", "")),
+        ("unknown-variable", "v.sh", f"MIN_LR=1\npython t.py {DESCRIBED} --tensorboard-dir x_$MINLR", ("--tensorboard-dir", "--save")),
+        ("connections-leftover", "p.sh", "export CUDA_DEVICE_MAX_CONNECTIONS=1\nTP=${TP:-1}\n"
+         f"python t.py {DESCRIBED} --overlap-grad-reduce --tensor-model-parallel-size $TP", ("TP=${TP:-1}", "TP=1")),
+        ("spec-not-stock", "s.sh", f"python train.py {DESCRIBED} --its-own 1 --spec a.b c", ("--its-own 1", "")),
     ],
 )  # fmt: skip
 def test_what_nobody_who_starts_it_could_mend_is_no_finding(rule, name, text, louder):
@@ -2043,6 +2053,10 @@ def test_a_size_of_nothing_that_nothing_reads_does_not_fail(change):
     assert not ids(launch(GPT, change))["not-positive"]
 
 
+def test_a_value_that_stands_in_two_variables_is_told_once():
+    assert ids(lint("A='--num-layers 2 --hidden-size 64 --rotary-base ten'\nB=\"$A --lr 1\""))["bad-value"] == 1
+
+
 def test_a_rate_below_a_constant_one_is_noted_and_no_finding():
     """It stands in launches whose schedule was changed, and asks nobody to do anything."""
     found = lint(f"torchrun pretrain_gpt.py {DESCRIBED} --lr 1e-4 --min-lr 1e-5 --lr-decay-style constant")
@@ -2050,14 +2064,26 @@ def test_a_rate_below_a_constant_one_is_noted_and_no_finding():
     assert any("--min-lr 1e-5 wants" in note for note in describe.notes(found.args, found.model))
 
 
-@pytest.mark.parametrize("name", ["bench.sh", "run_benchmark.sh", "profile-gpt.sh", "x/llama_perf.sh"])
+@pytest.mark.parametrize(
+    "name", ["bench.sh", "run_benchmark.sh", "profile-gpt.sh", "x/llama_perf.sh", "gpt_test.sh", "debug.sh"]
+)
 def test_a_script_that_measures_is_asked_for_nothing_that_only_a_kept_run_wants(name):
     newer = "--swiglu --normalization RMSNorm --position-embedding-type rope"
-    text = f"torchrun pretrain_gpt.py {DESCRIBED} {newer} --save a --load a --finetune"
+    text = f"torchrun pretrain_gpt.py {DESCRIBED} {newer} --save a --load a --finetune --train-iters 2000 --lr-decay-iters 20000"
     both = [lint(text, one) for one in ("benchley/perform.sh", name)]
     kept, measured = (Counter(f.id for f in found.findings) for found in both)
-    assert set(kept - measured) == {"fp32", "default-beta2", "default-bias", "default-dropout", "restart-anew"}
-    noted = [any("a benchmark by its file's name" in n for n in describe.notes(f.args, f.model)) for f in both]
+    assert set(kept - measured) == {
+        "fp32",
+        "default-beta2",
+        "default-bias",
+        "default-dropout",
+        "restart-anew",
+        "save-interval",
+        "schedule-apart",
+    }
+    noted = [
+        any("a benchmark or a test by its file's name" in n for n in describe.notes(f.args, f.model)) for f in both
+    ]
     assert noted == [False, True]
 
 

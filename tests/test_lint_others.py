@@ -876,6 +876,27 @@ def test_a_hybrid_whose_layers_ratios_or_a_fork_make_is_not_one_of_none(script, 
     assert rows["layers"] == layers and rows["width"] == width
 
 
+@pytest.mark.parametrize(("flag", "activation"), [("--xielu", "?"), ("--act-swish", "?"), ("--keep-last", "GELU")])
+def test_a_forks_own_activation_is_not_megatrons_default(flag, activation):
+    """Apertus was told as a GPT of GELU, counted to the last parameter."""
+    found = lint(f"torchrun pretrain_gpt.py {SHAPE} --normalization RMSNorm {flag}")
+    rows = dict(describe.rows(found.args, found.model))
+    assert rows["activation"].startswith(activation) and rows["parameters"].startswith("?") is (activation == "?")
+
+
+@pytest.mark.parametrize(("more", "noted"), [("", True), ("--swiglu --normalization RMSNorm", False)])
+def test_a_question_mark_is_explained_where_there_is_one(more, noted):
+    said = (
+        "--ffn-hidden-size 128 --position-embedding-type rope --rotary-base 10000 --hidden-dropout 0 --attention-dropout 0 --bf16 "
+        "--norm-epsilon 1e-6 --disable-bias-linear --untie-embeddings-and-output-weights --adam-beta1 0.9 --adam-beta2 0.95 "
+        "--weight-decay 0.1 --clip-grad 1 --lr-decay-style cosine --min-lr 0 --init-method-std 0.02 --global-batch-size 8 --lr 1 "
+        "--lr-warmup-iters 0 --train-iters 9 --micro-batch-size 1 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
+        "--context-parallel-size 1"
+    )
+    found = lint(f"torchrun --nproc-per-node 1 own.py {SHAPE} {more} {said} --its-a 1 --its-b 1 --its-c 1", "own.sh")
+    assert any("`?` is not said here" in n for n in describe.notes(found.args, found.model)) is noted
+
+
 def test_blocks_of_no_layer_are_told_where_the_layout_stands_and_are_no_finding():
     """Who writes 0 knows; the report said `recompute full`, too."""
     found = lint(

@@ -75,7 +75,7 @@ def rows(a: Args, m: Model, written: Callable[[str], str] | None = None) -> Iter
         found = known(text, "?")
         if found is not None and defaults_unknown(a, m):
             found = DEFAULT.sub("?", found) if not unsaid(label) else "?"
-        elif label == "activation" and "(default" in str(found) and re.search("glu|gelu", " ".join(a.shaping)):
+        elif label == "activation" and "(default" in str(found) and re.search("[egis]lu|swish", " ".join(a.shaping)):
             found = "?"
         if found is not None:
             yield label, found.replace("(default", "(Megatron's default") if a.foreign else found
@@ -224,10 +224,10 @@ def notes(a: Args, m: Model) -> Iterator[str]:
     asked = known(lambda: max(m.tp * m.pp * m.cp, m.etp * m.ep * m.pp if m.moe else 0), 1)
     if a.launch.supposed and a.launch.gpus and asked > a.launch.gpus and not asked % a.launch.gpus:
         yield f"the layout asks for {asked} GPUs or a multiple; the environment says how many, {a.launch.gpus} where it says nothing"
-    if defaults_unknown(a, m) and not a.elsewhere:
+    if defaults_unknown(a, m) and not a.elsewhere and any("?" in text for _, text in rows(a, m)):
         yield "`?` is not said here: what this text leaves out, or its program, decides it"
     if MEASURES.search(PurePath(a.launch.name).name) and not m.described:
-        yield "a benchmark by its file's name: of defaults, and of what a run that is kept wants, nothing is said"
+        yield "a benchmark or a test by its file's name: of defaults, and of what a run that is kept wants, nothing is said"
     if a.empty:
         yield f"arrays that nothing in the text fills, taken as empty: {', '.join(f'${n}' for n in a.empty)}"
     left: dict[str, list[str]] = {}

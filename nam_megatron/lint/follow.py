@@ -49,6 +49,8 @@ COMPARED = re.compile(r"([^<>=!&|]+)(<=?|>=?|==|!=)([^<>=!&|]+)")
 BUDGET = 200_000  # steps; a script that takes more is no launch
 BRANCH = 20  # steps of a branch that may be taken, for its copies
 SHELLS = {"bash", "sh", "zsh", "dash"}
+COMMAND = re.compile("-c|--(wrap|command|cmd|commandline)")  # what a job is started with: a command in one word
+STARTED = re.compile(r"\s*(\w+=\S*\s+)*(\S*/)?(python3?|torchrun|srun|mpirun|deepspeed|bash|sh|cd|export|source)\s")
 TAKES_SCRIPT = SHELLS | {"sbatch", "cat", "tee", "srun", "ssh", "qsub", "bsub"}
 DECLARE = {"export", "declare", "local", "readonly", "typeset"}
 LABEL = 60  # characters of a condition that are shown
@@ -646,10 +648,13 @@ class Follower:
             return None
         if fields[:1] == ["eval"]:
             return self.nested(" ".join(fields[1:]), shell=False)
-        for i in range(1, len(fields) - 1):
-            if re.fullmatch(r"-[a-z]*c", fields[i]) and any(_base(f) in SHELLS for f in fields[:i]):
+        for i in range(1, len(fields)):
+            option, _, text = fields[i].partition("=")
+            text = text or "".join(fields[i + 1 : i + 2])
+            for_shell = re.fullmatch(r"-[a-z]*c", fields[i]) and any(_base(f) in SHELLS for f in fields[:i])
+            if text and (for_shell or (COMMAND.fullmatch(option) and STARTED.match(text))):
                 outer, self.run.env = self.run.env, {**self.run.env, **prefix}
-                self.nested(fields[i + 1])
+                self.nested(text)
                 self.run.env = outer
                 return None
         if fields:

@@ -45,7 +45,7 @@ PORT = re.compile(
 DEEPSPEED = re.compile(r"--zero[-_]stage\b|deepspeed|(?<![a-z])ds_(pretrain|ssh)", re.IGNORECASE)
 # Words of flags that decide which model it is, in forks that were read.
 SHAPING = re.compile(
-    r"(?<![a-z])(attention|latent|mla|kv|gqa|mlp|(swi|ge)?glu|rms|(rms)?norm|rope|yarn|alibi|moe|experts?|dense|gate|dims?|heads?"
+    r"(?<![a-z])(attention|latent|mla|kv|gqa|mlp|(swi|ge)?glu|\w*[eis]lu|swish|rms|(rms)?norm|rope|yarn|alibi|moe|experts?|dense|gate|dims?|heads?"
     r"|multiple|intermediate|mixer|conv(2d)?|retro)(?![a-z])"
 )
 # Of which no model hangs: how layers run, and what samples from them.
@@ -160,7 +160,7 @@ class Args:
         # Or words that are not here have the model, and so may have anything.
         hidden = any(t.rule == "unknown-variable" for t in self.trouble) and "hidden_size" not in self.given
         self.elsewhere |= (hidden and launch.plan is None) or self.of_no_training
-        if self.of_flagscale:  # whose parser takes 1000000.0 for a whole number
+        if self.of_flagscale or (launch.partial and self.foreign):  # whose parser takes 1000000.0 for a whole number
             self.trouble = [t for t in self.trouble if t.detail != WHOLE or self._no_size(t)]
         if self.elsewhere:  # its parser takes other values under the same names
             own = ("unknown-flag", "removed-flag") if launch.kind == "yaml" else ()

@@ -57,6 +57,12 @@ def _connections(a: Args, m: Model) -> str | None:
     return "unset" if value is None else None if "\ue000" in value else value
 
 
+def _other_sizes(a: Args) -> bool:
+    """Whether the text has, or asks for, another size than 1 for what it cuts tensors or sequences by: then 1 is for that."""
+    names = re.findall(r"--(?:tensor-model|context)-parallel-size[ =]\"?\$\{?(\w+)", a.launch.text)
+    return any(re.search(rf"\b{name}=(?![\"']?1\b)", a.launch.text) for name in names)
+
+
 def _expandable(a: Args) -> bool:
     return any(
         "expandable_segments:True" in (a.launch.env.get(n) or "")
@@ -107,7 +113,7 @@ RULES = (
     Rule("connections-fsdp", FAIL, "CUDA_DEVICE_MAX_CONNECTIONS", lambda a, m: m.fsdp and _connections(a, m) == "1",
         "an FSDP forbids 1", "unset CUDA_DEVICE_MAX_CONNECTIONS", VALIDATE),
     Rule("connections-leftover", COST, "CUDA_DEVICE_MAX_CONNECTIONS",
-        lambda a, m: ((m.tp == 1 and m.cp == 1) or m.blackwell)
+        lambda a, m: (m.blackwell or (m.tp == 1 and m.cp == 1 and not _other_sizes(a)))
             and not m.fsdp
             and not (AMD.search(a.launch.text) or a.launch.partial or a.launch.gpus == 1)
             and _connections(a, m) == "1"

@@ -68,11 +68,14 @@ NO_TRAINING = re.compile(
 )
 
 
-# A program that measures how fast a model runs: whatever it trains, nobody keeps.
+# A program that measures how fast a model runs, or whether it does: whatever it trains, nobody keeps.
 MEASURES = re.compile(
-    r"(?<![a-z])(bench(mark)?(s|ing)?|perf|profil(e|ing)|nsys|throughput|mfu)(?![a-z])", re.IGNORECASE
+    r"(?<![a-z])(tests?|debug|smoke|toy|bench(mark)?(s|ing)?|perf|profil(e|ing)|nsys|throughput|mfu)(?![a-z])",
+    re.IGNORECASE,
 )
-OF_KEPT_RUNS = ("fp32", "restart-anew", "offload-resume", "resume-learning-rate", "moe-forced-balancing")
+OF_KEPT_RUNS = (
+    "fp32", "save-interval", "schedule-apart", "restart-anew", "offload-resume", "resume-learning-rate", "moe-forced-balancing",
+)  # fmt: skip
 
 
 OF_TRAINING = (
@@ -99,6 +102,7 @@ MODELS = re.compile(r"--([\w-]+-)?model-(provider|type|arch|name)")
 OWN_WORDS = {
     "pipeline-split": re.compile("layer|stage|pipeline|split"),
     "indivisible": re.compile("attention-config"),  # GPT-NeoX: which layers have heads
+    "fp32": re.compile("fp32|float32|precision|dtype"),
     "default-ffn": re.compile("multiple|ffn|intermediate"),
     "default-activation": re.compile("glu|gelu|relu|activation-f|silu"),
     "default-positions": re.compile("rope|rotary|alibi|position"),
@@ -202,6 +206,8 @@ def of_another(rule: Rule, a: Args) -> bool:
         return True
     if (rule.severity == DEFAULT or rule.id in OF_KEPT_RUNS) and MEASURES.search(Path(a.launch.name).name):
         return True
+    if rule.id == "spec-not-stock" and forked(a):
+        return True
     if a.rebuilt and rule.id in OF_ITS_CODE:
         return True
     if rule.id == "world-size" and any("world-size" in flag for flag in a.foreign):
@@ -236,7 +242,7 @@ def incomplete(a: Args, m: Model) -> bool:
 
 def _unknown_flags(a: Args, m: Model, rule: str = "unknown-flag") -> list[str]:
     others = own(a)
-    return [f"{t.about}\t{t.detail}\t{t.fix}" for t in a.trouble if t.rule == rule and t not in others]
+    return [f"{t.about}\t{t.detail}\t{t.fix}" for t in dict.fromkeys(a.trouble) if t.rule == rule and t not in others]
 
 
 def _overrides(a: Args, name: str, runs: bool) -> bool:
@@ -293,7 +299,7 @@ def _missing(a: Args, m: Model) -> list[str]:
 def _unknown(a: Args, m: Model) -> Iterator[str]:
     """Variables that nothing in the text sets, but one a letter or two away. Others are a template's, an environment's: a note."""
     found = [(t.about, tuple(t.detail.split(", "))) for t in a.trouble if t.rule == "unknown-variable"]
-    found += [(a.written(name), names) for name, names in a.open_values()]
+    found += [(a.written(name), names) for name, names in a.open_values() if not SHOWN.match(name)]
     first = {name: what for what, names in reversed(found) for name in filter(str.isidentifier, names)}
     for name, what in first.items():
         if not set_where(a.launch.text, name) and (close := _nearly_set(a.launch.text, name)):
