@@ -115,6 +115,7 @@ BAMBA = {
     "model_type": "bamba", "attn_layer_indices": [9, 18, 27], "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128,
     "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True, "attention_dropout": 0.0,
 }  # fmt: skip
+HY3 = {"model_type": "hy_v3", "first_k_dense_replace": 1, "num_shared_experts": 1, "router_scaling_factor": 2.5}
 SEED_OSS = {"model_type": "seed_oss", "head_dim": 128, "residual_dropout": 0.0, "attention_dropout": 0.0}
 
 
@@ -419,6 +420,11 @@ YARN = CONFIGS["deepseek_v3_yarn"]["rope_scaling"]
         ("qwen3_8b", BAMBA | {"mamba_d_head": 32}, "make 64"),
         ("qwen3_8b", BAMBA | {"mamba_d_conv": 3}, "`mamba_d_conv: 3`"),
         ("qwen3_8b", BAMBA | {"attn_rotary_emb": 128}, "`attn_rotary_emb: 128`"),
+        ("qwen3_30b_a3b", HY3 | {"qk_norm": False}, "its class has these norms"),
+        ("qwen3_30b_a3b", HY3 | {"expert_hidden_dim": 1536}, "under another name"),
+        ("qwen3_30b_a3b", HY3 | {"num_experts_per_tok": 1}, "a share of one expert"),
+        ("qwen3_30b_a3b", HY3 | {"num_shared_experts": 0}, "it is 1 or more"),
+        ("qwen3_30b_a3b", HY3 | {"first_k_dense_replace": None}, "does not say `first_k_dense_replace`"),
         ("qwen3_8b", {"model_type": "dots1", "sliding_window": 64, "use_sliding_window": None, "max_window_layers": 9,
          **dict.fromkeys(("routed_scaling_factor", "n_group", "topk_group", "n_shared_experts", "norm_topk_prob"), 1)},
          "does not say `layer_types`"),

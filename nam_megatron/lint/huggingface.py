@@ -43,7 +43,7 @@ HOLD: Mapping[str, tuple[type, str]] = {
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias", "use_sliding_window",
                      "use_qk_norm", "norm_topk_prob", "seq_aux", "use_conv_bias", "mamba_conv_bias", "rope_interleave", "attn_output_gate",
                      "residual_in_fp32", "attention_out_bias", "qkv_bias", "use_qkv_bias", "is_causal", "use_parallel_residual",
-                     "qk_layernorm", "indexer_rope_interleave"), FLAG),
+                     "qk_layernorm", "indexer_rope_interleave", "qk_norm", "enable_moe_fp32_combine"), FLAG),
     **dict.fromkeys(("layer_types", "mlp_layer_types", "layers_block_type", "mlp_only_layers", "time_step_limit", "no_rope_layers",
                      "attn_layer_indices", "architectures", "indexer_types"), LIST),
     **dict.fromkeys(("hidden_act", "mlp_hidden_act", "mamba_hidden_act", "topk_method", "scoring_func", "hybrid_override_pattern",
@@ -54,6 +54,7 @@ REAL = {
     "rms_norm_eps", "layer_norm_epsilon", "norm_eps", "layer_norm_eps", "initializer_range", "rope_theta", "partial_rotary_factor",
     "hidden_dropout", "attention_dropout", "routed_scaling_factor", "swiglu_limit", "router_aux_loss_coef", "aux_loss_alpha",
     "time_step_min", "router_jitter_noise", "swiglu_alpha", "residual_dropout", "resid_pdrop", "embd_pdrop", "z_loss_coefficient",
+    "router_scaling_factor",
 }  # fmt: skip
 MAY_BE_0 = REAL | {"first_k_dense_replace"}
 # Keys without which no model is told, and what Llama was before a key was there.
@@ -390,6 +391,7 @@ SAID: Mapping[str, tuple[str, ...]] = {
     "solar_open": (*_DEEPSEEK[:3], "n_shared_experts", "head_dim"),
     "dots1": (*_DEEPSEEK, "norm_topk_prob"), "cwm": ("head_dim", "sliding_window", "layer_types", "rope_scaling|rope_parameters"),
     "ministral": ("sliding_window", "layer_types"), "phi3": ("sliding_window",),
+    "hy_v3": ("head_dim", "num_shared_experts", "router_scaling_factor"),
 }  # fmt: skip
 # Whose `layer_types` say which layers have a window.
 LISTED = {"gpt_oss", "ministral", "cwm", "dots1", "qwen2", "qwen3"}
@@ -823,8 +825,8 @@ def _ahead(s: Said, key: str = "mtp_num_hidden_layers") -> Words:
     return iter(())
 
 
-def _shared(s: Said) -> Words:
-    if shared := s.get("n_shared_experts"):
+def _shared(s: Said, key: str = "n_shared_experts") -> Words:
+    if shared := s.get(key):
         yield from ("--moe-shared-expert-intermediate-size", str(shared * s.number("moe_intermediate_size")))
 
 
@@ -952,6 +954,23 @@ def _scored(s: Said) -> Words:
     _depths(s)
 
 
+def _hy_v3(s: Said) -> Words:
+    """Of Hy3. Its class weighs the chosen by their share, has norms of queries and keys, and reads `mlp_layer_types`, whatever is said."""
+    yield from (*_qwen3(s), *_dense_first(s))
+    yield from _routed(s, ("num_experts",), "moe_intermediate_size", None)
+    s.number("num_shared_experts")
+    yield from _shared(s, "num_shared_experts")
+    if (scale := s.get("router_scaling_factor")) not in (None, 1.0):
+        yield from ("--moe-router-topk-scaling-factor", str(scale))
+    if s.get("num_experts_per_tok") == 1:
+        s.refuse("num_experts_per_tok", "a share of one expert, which is 1 whatever its score,")
+    yield from _sigmoid(s)
+    s.only("qk_norm", True, lack="its class has these norms, whatever the file says")
+    s.only("expert_hidden_dim", s.get("moe_intermediate_size"), lack="it is `moe_intermediate_size` under another name")
+    s.get("enable_moe_fp32_combine")  # in which type two sums are added
+    _depths(s)
+
+
 # Names of Nemotron-H's layers in transformers 5, those of 5.17 and later beside the older, and Megatron's symbols.
 SYMBOLS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
 
@@ -1034,6 +1053,6 @@ KINDS: Mapping[str, Callable[[Said], Words]] = {
     "arcee": _blocks, "ministral": _ministral, "cwm": _ministral, "dots1": _dots1, "nemotron": _nemotron,
     "stablelm": _stablelm, "phi3": _phi3, "smollm3": _smollm3, "helium": _blocks, "ernie4_5": _blocks, "bamba": _bamba,
     "solar_open": _all(_BIASED, _scored), "glm": _BIASED, "qwen3_vl_text": _qwen3, "qwen3_vl_moe_text": _all(_qwen3, _summed),
-    "glm4v_moe_text": _glm4v_moe,
+    "glm4v_moe_text": _glm4v_moe, "hy_v3": _hy_v3,
     **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), _qwen2),
 }  # fmt: skip
