@@ -30,9 +30,9 @@ class Tracking(Feature):
     def settings(self, site: Site) -> Iterator[Setting]:
         if self.tensorboard:
             yield Setting("tensorboard_log_interval", 1, "every step", executes=self.executes)
-            yield Setting(
-                "log_memory_to_tensorboard", True, "torch's counters, beside our peaks", executes=self.executes
-            )
+            if site.gpu:  # without one torch has no counters, and Megatron breaks where it looks for them
+                why = "torch's counters, beside our peaks"
+                yield Setting("log_memory_to_tensorboard", True, why, executes=self.executes)
 
     def packages(self) -> Iterator[Package]:
         if self.tensorboard:

@@ -54,5 +54,6 @@ def site(
         recomputes_layers=again is not None and again.granularity == "full",
         whole_step=f.cuda_graphs is not None and f.cuda_graphs.whole,
         muon="muon" in on,
+        gpu=recipe.cluster.processor == "gpu",
         lora="lora" in on,
     )

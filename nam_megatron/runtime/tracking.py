@@ -58,10 +58,11 @@ class Tracker:
         if not step or not last_rank():
             return
         said = {name: float(value) for name, value in FIELD.findall(line)}
-        ours = memory() | {name: said[name] for name in GAUGES.names if name in said}
-        if rate.NAME in said:
-            peak = self._plan.recipe.device.bf16_tflops
-            ours |= {rate.NAME: said[rate.NAME], "MFU": said[rate.NAME] / peak}
+        gpu = self._plan.recipe.cluster.processor == "gpu"
+        ours = {name: said[name] for name in (*GAUGES.names, rate.NAME) if name in said}
+        ours |= memory() if gpu else {}
+        if gpu and rate.NAME in said:
+            ours["MFU"] = said[rate.NAME] / self._plan.recipe.device.bf16_tflops
         number = int(step[1])
         if writer := global_vars.get_tensorboard_writer():
             for name, value in ours.items():

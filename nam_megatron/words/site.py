@@ -78,6 +78,7 @@ class Site:
     recomputes_layers: bool  # whole: full recompute
     whole_step: bool  # one CUDA graph of all microbatches of a step
     muon: bool
+    gpu: bool  # what trains; else a CPU, in a rehearsal
     lora: bool  # adapters are trained, and weights stay
 
     @property

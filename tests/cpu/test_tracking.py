@@ -1,5 +1,7 @@
 """What others may look at: Megatron's own writers are given our figures, and nothing that is asked for is dropped."""
 
+import os
+import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -7,10 +9,11 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from ports import free_port
 from presets import NAMES
 from presets import lowered as preset
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_train import lowered, run
+from test_train import command, lowered, run
 
 from nam_megatron.blocks import Gauge
 from nam_megatron.compile.lower import translate
@@ -75,6 +78,24 @@ def test_our_figures_stand_among_megatrons(tmp_path):
     for (step, rate), (same, share) in zip(found["model TFLOP/s/GPU"], found["MFU"], strict=True):
         assert step == same and share == pytest.approx(rate / peak)
     assert len(list(at.iterdir())) == 1  # one rank writes
+
+
+def test_a_rehearsal_writes_nothing_of_a_gpu(tmp_path):
+    """Megatron broke at torch's counters, which a CPU has none of."""
+    words = command(tmp_path, *SHORT, "cluster=cpu", f"feature.tracking.tensorboard={tmp_path}/events")
+    one = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    program = [sys.executable, "-m", "nam_megatron.train", *words]
+    done = subprocess.run(program, env=os.environ | one, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = scalars(tmp_path / "events")
+    assert [step for step, _ in found["lm loss"]] == [1, 2, 3] and "model TFLOP/s/GPU" in found
+    assert not [name for name in found if "mem" in name or name == "MFU"]
 
 
 def test_what_layers_measured_is_written_too(monkeypatch):
