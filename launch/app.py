@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from launch import finding
 from launch.context import Context
 from launch.record import receipt, signature
+from launch.record.compare import flat
 from launch.record.redact import Redactor
 from launch.run import slurm
 from launch.run.job import TRAINERS
@@ -19,7 +20,7 @@ from nam_megatron.compile.lower import translate
 from nam_megatron.compile.sources import Sources
 from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, Problem, Refused, raise_if
 from nam_megatron.launcher import called
-from nam_megatron.recipe import Recipe
+from nam_megatron.recipe import Recipe, to_tree
 
 KEYS = (*slurm.SCREEN, *slurm.RUN)
 TEXTS = ("revision", "lock", "diagnostic", "sign", "host", "image", "time", "rdma")
@@ -40,6 +41,7 @@ def run(verb: str, rest: list[str]) -> NoReturn:
     def task(recipe: Recipe, words: Mapping[str, Any], sources: Sources) -> int:
         sys.stderr.write(sources.unnamed_preset(recipe.preset.name))
         sweep = len(sources.points) > 1
+        raise_if(kept(recipe, os.environ))
         said = tuple(word.text for word in sources.words) + tuple(sources.search) if sweep else overrides
         contexts.append(Context(translate(recipe), checked(verb, words), said, os.environ))
         if sweep and verb == "show":
@@ -88,6 +90,17 @@ def telltale(overrides: Sequence[str], environ: Mapping[str, str]) -> Iterator[P
             message = f"word {number} of the command line holds a secret"
             hint = "leave it in a file or a variable of the host that needs it"
             yield Problem(message, key=key if not redactor.betrays(key) else None, hint=hint)
+
+
+def kept(recipe: Recipe, environ: Mapping[str, str]) -> Iterator[Problem]:
+    """Values of a preset that hold a secret: they would stand in the run's plan, and on the command lines of its ranks."""
+    redactor = Redactor(environ)
+    for key, value in flat(to_tree(recipe), "").items():
+        if any(
+            redactor.betrays(word) for word in (value if isinstance(value, list) else [value]) if isinstance(word, str)
+        ):
+            hint = "the run's `plan.json` has every value: leave it in a file or a variable of the host that needs it"
+            yield Problem("a value of the preset holds a secret", key=key.removeprefix("."), hint=hint)
 
 
 def checked(verb: str, words: Mapping[str, Any]) -> dict[str, Any]:

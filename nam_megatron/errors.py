@@ -176,6 +176,11 @@ def finish(command: Callable[[], int]) -> NoReturn:
             raise
         code = REFUSED
         sys.stderr.write(Refused(str(err), hint="name a folder or a file", law="file-error").render())
+    except OverflowError as err:
+        if "timestamp" not in str(err):  # as `time.time` says it
+            raise
+        code, hint = REFUSED, "set it: Python tells no time beyond the year 2262"
+        sys.stderr.write(Refused(f"the clock of this host: {err}", hint=hint).render())
     except KeyboardInterrupt:
         code = INTERRUPTED
         sys.stderr.write("interrupted\n")

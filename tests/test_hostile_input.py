@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -268,6 +269,14 @@ def test_what_a_config_says_moves_no_cursor(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(published | {"hidden_act": "x\x1b[2J\u202e"}))
     done = warm(f"conf={tmp_path}", cwd=tmp_path)
     assert done.code == 2 and "x\N{REPLACEMENT CHARACTER}[2J" in done.err and not {"\x1b", "\u202e"} & {*done.err}
+
+
+def test_a_clock_of_no_time_is_refused(capsys):
+    with pytest.raises(SystemExit) as left:
+        finish(Mock(side_effect=OverflowError("timestamp too large to convert to C _PyTime_t")))
+    assert left.value.code == 2 and capsys.readouterr().err.startswith("error: the clock of this host")
+    with pytest.raises(OverflowError):  # of ours
+        finish(Mock(side_effect=OverflowError("int too large to convert to float")))
 
 
 def test_a_link_to_itself_is_refused(tmp_path):

@@ -2,10 +2,12 @@
 
 import base64
 import hashlib
+import html
 import ipaddress
 import json
 import os
 import re
+import shlex
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,6 +62,7 @@ LONG_SHAPE = re.compile(
     r"|(?=\d{0,24}(?:[A-Za-z]{1,32}\d{1,24}){3})[A-Za-z0-9]{32,})(?:[_$][A-Za-z0-9]{8,}){0,2}(?![A-Za-z0-9])"
 )
 ENCODED = re.compile(r"(?<![\w+/])[\w+/-]{24,}={0,2}")  # what may be base64 of a text that names a secret
+ESCAPED = re.compile("%[0-9A-F]{2}")
 LONG = re.compile(r"[\w/+-]{24}|\d{8}[:-]")
 SECRET_NAME = (
     r"(?:pass(?:word|wd|phrase)?|pwd|secret|token|api[_-]?key|apikey|access[_-]?key(?:[_-]?id)?|auth|credentials?|signature|sig"
@@ -589,7 +592,11 @@ def _encoded(value: str) -> Iterator[str]:
     raw = value.encode("utf-8", "surrogateescape")
     if len(raw) < SHORT_UNNAMED:  # the forms of a short one are short, too, and found everywhere
         return
-    yield from {quote(raw, safe=""), quote(raw), quote_plus(raw), json.dumps(value)[1:-1], repr(value)[1:-1]} - {value}
+    percent, once = (quote(raw, safe=""), quote(raw), quote_plus(raw)), json.dumps(value)
+    lower = (ESCAPED.sub(lambda found: found[0].lower(), text) for text in percent)
+    # Of other programs: a page, a shell, Python's bytes, JSON within JSON.
+    others = {html.escape(value), shlex.quote(value), repr(raw)[2:-1], ascii(value)[1:-1], json.dumps(once)[3:-3]}
+    yield from {*percent, *lower, *others, once[1:-1], repr(value)[1:-1]} - {value, f"'{value}'"}
     yield from (raw.hex(), raw.hex().upper())
     for place in range(3):
         text = base64.b64encode(bytes(place) + raw).decode()

@@ -54,14 +54,9 @@ def command(names: Sequence[str], options: Mapping[str, str]) -> int:
 
 def find(name: str, root: Path) -> Path:
     """The folder of a run. Raises Refused where there is none, or several."""
-    if os.path.isdir(name):  # none where nobody may look
-        return Path(name)
-    found = [f for f in receipt.folders(root) if f.name.startswith(name)]
-    if len(found) != 1:
-        said = f"{len(found)} runs" if found else "no run"
-        hint = ", ".join(f.name for f in found[-5:]) or "`python -m launch receipts` lists them"
-        raise Refused(f"{said} `{name}` in `{root}`", hint=hint)
-    return found[0]
+    if not (found := receipt.named(name, root)).is_dir():
+        raise Refused(f"no run `{name}` in `{root}`", hint="`python -m launch receipts` lists them")
+    return found
 
 
 def report(folder: Path, content: Mapping[str, Any], seconds: int, proc: Path = linux.PROC) -> Iterator[str]:

@@ -78,9 +78,10 @@ class Process:
                     whole, end, rest = (rest + piece).rpartition(b"\n")
                     if end:
                         yield whole.decode("utf-8", "replace").split("\n")
-                    if len(rest) >= LONGEST:
-                        yield [rest.decode("utf-8", "replace")]
-                        rest = b""
+                    if len(rest) >= LONGEST:  # behind a word: no secret is looked for in two halves
+                        cut = max(rest.rfind(sign, LONGEST // 2) for sign in (b" ", b"\r", b",")) + 1 or len(rest)
+                        yield [rest[:cut].decode("utf-8", "replace")]
+                        rest = rest[cut:]
                 if gone is None and self._popen.poll() is not None:
                     gone = time.monotonic()
         if rest:

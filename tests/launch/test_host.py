@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.host import linux
-from launch.run.process import Process
+from launch.run.process import LONGEST, Process
 
 SLEEP = "import time; print(flush=True); time.sleep(60)"
 
@@ -185,6 +185,20 @@ def test_the_ranks_get_all_open_files_that_are_allowed(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert line == f"{hard} {hard}"
+
+
+def test_a_line_that_is_too_long_is_cut_behind_a_word():
+    """A secret in two halves is found in neither."""
+    started, (there, here) = object.__new__(Process), os.pipe()
+    with open(there, "rb") as pipe, open(here, "wb", buffering=0) as says:
+        vars(started).update(_pipe=pipe, _popen=SimpleNamespace(poll=lambda: None))
+        lines, long = started.lines(), b"x " * (LONGEST // 2 - 2)
+        says.write(long + b"key-")
+        assert next(lines) == [long.decode()]
+        says.write(b"of-two\n" + b"y" * (LONGEST - 7))
+        assert next(lines) == ["key-of-two"]
+        says.write(b"yyyyyyyy")  # one word
+        assert next(lines) == ["y" * (LONGEST + 1)]
 
 
 def test_a_line_that_comes_in_pieces_is_one():

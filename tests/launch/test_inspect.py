@@ -1,5 +1,6 @@
 """inspect on real processes: found by their plan, looked at, and left alone."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import threading
 import time
 import tracemalloc
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hosts import nvidia_smi, process, program, smi
@@ -203,14 +205,17 @@ def test_a_long_log_is_not_held_in_memory(run):
     assert "rank 3" in text
 
 
-def test_a_run_is_found_by_the_beginning_of_its_name(run):
+def test_a_run_is_found_by_the_beginning_of_its_name(run, monkeypatch):
     root = run.parent
     assert inspect.find(run.name[:20], root) == run == inspect.find(str(run), root)
     with pytest.raises(Refused, match="no run `nothing`"):
         inspect.find("nothing", root)
+    with monkeypatch.context() as closed, pytest.raises(Refused, match=f"`{root}` cannot be looked into"):
+        closed.setattr(os, "scandir", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
+        inspect.find(f"{root}/{run.name[:20]}", root.parent)  # there may be one
     other = receipt.open_receipt(root, "nam56r_smoke", {}, Redactor({}))
     os.close(other._lock)
-    with pytest.raises(Refused, match="2 runs `2`"):
+    with pytest.raises(Refused, match="2 runs are called `2"):
         inspect.find("2", root)
 
 

@@ -1,8 +1,10 @@
 """A sweep over classes of secrets: none reaches receipt.json, log or sbatch, wherever it comes from. And no weak one blinds the parser."""
 
 import base64
+import html
 import json
 import random
+import shlex
 import string
 import time
 from urllib.parse import quote
@@ -10,13 +12,15 @@ from urllib.parse import quote
 import pytest
 import stand_in
 from command import warm
+from presets import NAMES
 from test_run import Launcher
 
-from launch.app import telltale
+from launch.app import kept, telltale
 from launch.record import outcome, receipt
 from launch.record.redact import Redactor, Stream
 from launch.run.process import LONGEST
 from launch.run.run import Log
+from nam_megatron.recipe import load
 
 DICE = random.Random(17)
 
@@ -29,6 +33,7 @@ def some(count: int, alphabet: str = string.ascii_letters + string.digits) -> st
 
 HEX, UPPER = "0123456789abcdef", string.ascii_uppercase + string.digits
 # class -> (a line that carries it, the secret in it). Made here, so that no scanner takes this file for a leak.
+ODD = "ü'\"w<d9-Xq7"
 BY_SHAPE: dict[str, tuple[str, str]] = {}
 
 
@@ -133,6 +138,12 @@ BY_VALUE = {
     "hexadecimal": ("HF_TOKEN", WORDY, "sent " + WORDY.encode().hex(), WORDY.encode().hex()),
     "in a URL": ("HF_TOKEN", "p/w d+Xq7?", "sent " + quote("p/w d+Xq7?", safe=""), quote("p/w d+Xq7?", safe="")),
     "in JSON": ("HF_TOKEN", 'p"w\\d9-Xq7', "sent " + json.dumps('p"w\\d9-Xq7'), 'p\\"w'),
+    "in JSON within JSON": ("HF_TOKEN", ODD, "sent " + json.dumps(json.dumps(ODD)), "w<d9-Xq7"),
+    "of a program that writes bytes": ("HF_TOKEN", ODD, f"sent {ODD.encode()}", "w<d9-Xq7"),
+    "of one that writes ASCII": ("HF_TOKEN", ODD, f"sent {ODD!a}", "w<d9-Xq7"),
+    "on a page": ("HF_TOKEN", ODD, "sent " + html.escape(ODD), "d9-Xq7"),
+    "in a shell": ("HF_TOKEN", ODD, "+ login " + shlex.quote(ODD), "w<d9-Xq7"),
+    "in a URL of small digits": ("HF_TOKEN", "p/w d+Xq7?", "sent p%2fw%20d%2bXq7%3f", "w%20d%2bXq7"),
     "one of several lines": ("SERVICE_CONFIG", f"first\n{some(20)}\nlast", "{}", None),
 }  # fmt: skip
 PEM = [
@@ -282,6 +293,24 @@ def test_no_command_takes_a_secret_as_a_word(verb):
     )
     assert ran.code == 2 and secret not in ran.out + ran.err, ran.err
     assert "word 3 of the command line" in ran.err or "word 2 of the command line" in ran.err
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", NAMES)
+def test_no_preset_of_ours_holds_one(name):
+    assert not list(kept(load(name), {}))
+
+
+def test_no_preset_takes_a_secret_as_a_value(tmp_path):
+    """It stood in plan.json, which anybody could read, and on each rank's command line."""
+    secret = "hf_" + some(34)
+    (tmp_path / "preset").mkdir()
+    text = f'# @package _global_\ndefaults: [nam56r_smoke, _self_]\npreset: {{name: mine, about: "with {secret}"}}\n'
+    text += f"schedule: {{save: /x/{secret}, save_interval: 1}}\n"
+    (tmp_path / "preset" / "mine.yaml").write_text(text)
+    ran = warm("check", "--config-dir", str(tmp_path), "conf=mine", module="launch.__main__")
+    assert ran.code == 2 and secret not in ran.out + ran.err, ran.err
+    assert all(f"holds a secret @ {key}" in ran.err for key in ("preset.about", "schedule.save")), ran.err
 
 
 def test_a_whole_run_that_says_them_all(tmp_path):
