@@ -1931,6 +1931,12 @@ MIXTRAL = " ".join(words(MOE | {"--moe-router-topk": None, "--untie-embeddings-a
         ("unknown-variable", "v.sh", f"MIN_LR=1\npython t.py {DESCRIBED} --tensorboard-dir x_$MINLR", ("--tensorboard-dir", "--save")),
         ("connections-leftover", "p.sh", "export CUDA_DEVICE_MAX_CONNECTIONS=1\nTP=${TP:-1}\n"
          f"python t.py {DESCRIBED} --overlap-grad-reduce --tensor-model-parallel-size $TP", ("TP=${TP:-1}", "TP=1")),
+        ("bad-value", "l.sh", f"torchrun pretrain_gpt.py {DESCRIBED} --tokenizer-type FromHF --tokenizer-dir x", ("--tokenizer-dir x", "")),
+        ("flex-ignored", "p.yaml", f"model: {PIECES}\nmoe: {{num_experts: 8, moe_token_dispatcher_type: alltoall, "
+         "moe_flex_dispatcher_backend: deepep, use_turbo_deepep: true}",
+         ("turbo_deepep", "turbo_mlp")),
+        ("given-twice", "w.sh", f"torchrun pretrain_gpt.py {DESCRIBED} --train-iters 5000 --train-iters 100", ("iters 100", "iters 1000")),
+        ("restart-anew", "w.sh", f"S='PATH TO SAVE'; torchrun t.py {DESCRIBED} --save $S --load PATH --finetune", ("PATH", "ckpt")),
         ("spec-not-stock", "s.sh", f"python train.py {DESCRIBED} --its-own 1 --spec a.b c", ("--its-own 1", "")),
     ],
 )  # fmt: skip

@@ -256,8 +256,8 @@ def _shell(text: str, target: Target, name: str, decided: Mapping[str, bool]) ->
         return launch
     if partial := not _flags(words, target):  # a file that only sets variables, for another script to use
         held = [run.variables, *run.left.values()]
-        found = next(filter(None, map(_held, held)), [])
-        words = [re.sub(r"^(['\"])(\S*)\1$", r"\2", word) for word in found]  # as `eval` has them, by whom it is used
+        loose = next(filter(None, map(_held, held)), [])
+        words = [re.sub(r"^(['\"])(\S*)\1$", r"\2", word) for word in loose]  # as `eval` has them, by whom it is used
         launcher, script, env = (), None, run.env
         notes.append("no command here has Megatron's flags: those that variables hold are taken, in their order")
     hidden = INDIRECT.search(text) or any(note.startswith(follow.UNREAD) for note in run.notes)

@@ -168,7 +168,7 @@ def _of_a_fork(bad: Trouble, strange: int) -> bool:
     if name == "--optimizer":
         return strange > 0 and value.startswith("adam") and not re.fullmatch("adam_?w", value, re.IGNORECASE)
     choices = bad.detail.removeprefix(CHOICES).strip().split(", ")
-    own_class = name == "--tokenizer-type" and re.fullmatch(r"\w*Tokenizer\w*", value)
+    own_class = name == "--tokenizer-type" and (strange or re.fullmatch(r"\w*Tokenizer\w*", value))
     bare = re.sub(r"\d", "", value)  # Llama3Tokenizer is no misspelt Llama2Tokenizer
     return bool(own_class) and all(alike(value, c) < 0.9 or bare == re.sub(r"\d", "", c) for c in choices)
 
@@ -207,6 +207,8 @@ def of_another(rule: Rule, a: Args) -> bool:
     if (rule.severity == DEFAULT or rule.id in OF_KEPT_RUNS) and MEASURES.search(Path(a.launch.name).name):
         return True
     if rule.id == "spec-not-stock" and forked(a):
+        return True
+    if rule.id == "flex-ignored" and re.search("use_turbo_deepep: *true", a.launch.text, re.IGNORECASE):  # Primus's own
         return True
     if a.rebuilt and rule.id in OF_ITS_CODE:
         return True
@@ -254,6 +256,12 @@ def _overrides(a: Args, name: str, runs: bool) -> bool:
     )
 
 
+def _shortened(a: Args, name: str) -> bool:
+    """Whether a length is said again as a tenth or less: a trial of a long run, which the description tells."""
+    lengths = [value for _, value, _ in a.given[name]] if name in ("train_iters", "train_samples") else []
+    return all(isinstance(v, int) for v in lengths) and len(lengths) > 1 and 10 * lengths[-1] <= lengths[0]
+
+
 def _removed(a: Args, m: Model) -> list[str]:
     """One finding of all that an earlier Megatron had: a launch of its time has several."""
     gone = {t.about: t.fix for t in a.trouble if t.rule == "removed-flag"}
@@ -272,7 +280,7 @@ def _twice(runs: bool) -> When:
     return lambda a, m: [
         f"{' ... '.join(shown(g[2]) for g in a.given[n])}\t{'its program knows which' if a.launch.program else 'the last one'} counts"
         for n in a.contradictions
-        if not SHOWN.match(n) and bool(RUNS.search(n)) is runs and not _overrides(a, n, runs)
+        if not SHOWN.match(n) and bool(RUNS.search(n)) is runs and not _overrides(a, n, runs) and not _shortened(a, n)
     ]
 
 

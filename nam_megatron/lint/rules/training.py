@@ -1,5 +1,6 @@
 """Sharding, optimizer, checkpoints, data."""
 
+import re
 from collections.abc import Iterator
 from functools import partial
 
@@ -100,7 +101,7 @@ def _apart(a: Args, m: Model) -> Iterator[str]:
 def _restarts(a: Args) -> bool:
     """Whether a second start reads what this run saved."""
     where = {name: a.given[name][-1][2].split(" ", 1)[-1] for name in a.sure("save", "load")}
-    return len(where) == 2 and where["save"] == where["load"]
+    return len(where) == 2 and where["save"] == where["load"] and not re.fullmatch("[A-Z]+|your", where["save"])
 
 
 def _own_folder(a: Args, m: Model) -> Iterator[str]:
