@@ -89,6 +89,8 @@ SCRIPTS = [
     'if [[ -z $U && 1 == 1 ]]; then X=4; fi; RUN $X',
     'if [[ 1 == 2 || ( 2 == 3 || 1 == 4 ) ]]; then X=5; else X=4; fi; RUN $X',
     'if [[ ! ( 1 == 2 || 1 == 1 && 2 == 2 ) ]]; then X=5; else X=4; fi; RUN $X',
+    'if [[ 1 == 1 ]] 2> err; then X=4; else X=5; fi; RUN $X',
+    'if [[ 1 == 1 &&\n\n ( 2 == 2 ) ]]; then X=4; else X=5; fi; RUN $X',
     'if ! [[ 1 == 1 && ! 2 == 3 ]]; then X=5; else X=4; fi; RUN $X',
     'if [[ 1 == 1 || 2 == 2 && 2 == 3 ]]; then X=4; else X=5; fi; RUN $X',
     'X=4; [[ ( 1 == 2 ) ]] && X=5; [[ 1 == 1 && (1 == 2 || ! 2 == 2) ]] || RUN $X',

@@ -427,6 +427,8 @@ class Parser:
             node = self._tested()
             if self.word == "]]":
                 self.eat()
+            while self.token is not None and self.token.kind == "op" and self.word in REDIRECTS:
+                self._redirected()
             return node
         if word == "(":
             self.eat()
@@ -491,6 +493,8 @@ class Parser:
         return node
 
     def _test(self) -> object:
+        while self.word == "\n":
+            self.eat()
         line, depth = self.token.line if self.token else 0, 0
         if self.word == "!":
             self.eat()
@@ -512,6 +516,11 @@ class Parser:
                 words.append(Token("word", parts=(Part("quoted", token.text),), line=line))
         return Command([*words, _raw("]]", line)], line)
 
+    def _redirected(self) -> None:
+        self.eat()
+        if self.token is not None and self.token.kind == "word":
+            self.eat()
+
     def _simple(self, line: int) -> object:
         node, start = Command([], line), self.at
         while self.token is not None:
@@ -522,9 +531,7 @@ class Parser:
                 node.heredocs.append(self.heredocs)
                 self.heredocs += 1
             elif self.word in REDIRECTS:
-                self.eat()
-                if self.token is not None and self.token.kind == "word":
-                    self.eat()
+                self._redirected()
             elif (
                 self.word == "("
                 and len(node.words) == 1
