@@ -7,7 +7,7 @@ all its values, each of theirs goes somewhere, or the import is refused with eve
 import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ def is_published(path: Path) -> bool:
 def load(path: Path, plan: Path, out: Path, without_mtp: bool, say: Say) -> None:
     """Write published weights as Megatron weights that a run of `plan` starts from: `schedule.load=OUT`.
 
-    without_mtp: leave out layers of token prediction, which our recipes cannot say.
+    without_mtp: leave out layers of token prediction that the plan has not.
 
     Raises:
         Refused: another model than the plan's, a tensor without a place or the reverse, damaged files, an `out` that is there.
@@ -100,14 +100,21 @@ def load(path: Path, plan: Path, out: Path, without_mtp: bool, say: Say) -> None
     config, tree = describe.config(lowering.plan), folder.load_json(path / folder.CONFIG)
     text, beside = of_text(tree)
     of = families.family(str(text.get("model_type")))
-    raise_if([*_of_another(tree, str(path / folder.CONFIG), config), *families.unlike(of, config)])
+    raise_if(
+        [
+            *_of_another(tree, str(path / folder.CONFIG), config),
+            *families.unlike(of, config),
+            *_depths(text, of, config),
+        ]
+    )
     places = list(families.places(of, config))
     source = _source(path, tree, text, of)
     if config["tie_word_embeddings"]:
         _tie(source, of)
     ahead = families.beyond(of, config)
     _tell(tree, str(path / folder.CONFIG), say, but=beside)
-    misfits = list(_misfits(source, places, ahead if without_mtp else (), ahead))
+    _copies(source, families.copies(of, config))
+    misfits = list(_misfits(source, places, ahead if without_mtp and not config["mtp_depths"] else (), ahead))
     raise_if([*misfits[:MOST], *([Problem(f"and {more} more")] if (more := len(misfits) - MOST) > 0 else [])])
     for other in sorted(at.name for at in path.glob("*.safetensors") if at.name not in source.files):
         say(
@@ -183,9 +190,35 @@ def _tie(source: Source, of: Family) -> None:
     source.left_out |= {source.stored(head)}
 
 
+def _depths(text: Mapping[str, Any], of: Family, config: Config) -> Iterator[Problem]:
+    """Where a plan has other layers of token prediction than a config.json says; without any it may leave them out."""
+    key = of.mtp.get("depths")
+    if key and config["mtp_depths"] and (said := text.get(key, config["mtp_depths"])) != config["mtp_depths"]:
+        what = f"config.json has `{key}` {_short(said)}, and the plan {config['mtp_depths']}"
+        yield Problem(what, key="feature.mtp.depths", hint=f"set it to {said}, or to 0 with `--without-mtp`")
+
+
+def _copies(source: Source, copies: Mapping[str, str]) -> None:
+    """Leave out tensors that are another once more.
+
+    Raises Refused: one with other values.
+    """
+    there = source.names()
+    for name, whole in copies.items():
+        if name in there and whole in there:
+            if not torch.equal(*(source.form.read(source.shelf, source.stored(n)) for n in (name, whole))):
+                what = f"`{name}` of `{source.file(name)}` is another than `{whole}`, and Megatron's MTP has the model's own"
+                raise Refused(
+                    what, key="feature.mtp.depths", hint="set it to 0, and leave the layer out: `--without-mtp`"
+                )
+            source.left_out |= {source.stored(name)}
+
+
 def _of_another(tree: dict[str, Any], name: str, config: Config) -> Iterator[Problem]:
     """Where a config.json is another model than a plan's, by key."""
     theirs, ours = describe.counted(described(tree, name)), describe.counted(config)
+    for side in (theirs, ours):  # `families.unlike` and the tensors' names say what is read of them
+        side |= {"mtp_kinds": [], "mtp_depths": 0}
     for key in sorted(ours.keys() | theirs.keys()):
         if ours.get(key) != theirs.get(key):
             said = f"`{name}` has `{key}` {_short(theirs.get(key))}, and the plan {_short(ours.get(key))}"
@@ -228,7 +261,8 @@ def _misfits(
     strangers = sorted(name for name in there - wanted.keys() if not (left_out and name.startswith(left_out)))
     for name in strangers:
         predicts = bool(ahead) and name.startswith(ahead)
-        hint = "`--without-mtp` leaves out layers of token prediction" if predicts else None
+        ways = "`--without-mtp` leaves out layers of token prediction, a plan with `feature.mtp.depths=1` may read them"
+        hint = ways if predicts else None
         yield Problem(f"`{name}` of `{source.file(name)}` has no place in the plan", hint=hint)
 
 
@@ -310,8 +344,6 @@ def architecture(plan: Plan, named: str | None = None) -> tuple[Family, dict[str
 def _not_of(of: Family, plan: Plan, config: Config) -> Iterator[Problem]:
     """Why a plan's model is not a family's: its layers, its tensors, or what its config.json says when it is read again."""
     found = list(families.unlike(of, config))
-    if config["mtp_depths"]:
-        found.append(Problem("a published layer of token prediction is another"))
     try:
         found = found or [*_of_another(written(of, plan), "config.json", config)]
         if not found:
@@ -337,9 +369,13 @@ def export(
     source = exports.checked(step, lowering.plan)
     places = list(families.places(of, describe.config(lowering.plan)))
     theirs = {
-        place.name: (one(place.name, tensor.name, *place.piece.shape, dtype=tensor.dtype), tensor, found)
+        place.name: (
+            one(place.name, tensor.name, *place.piece.shape, dtype=tensor.dtype),
+            tensor,
+            [p for p in (*found, place) if p.name == place.name],
+        )
         for tensor, found in places
-        for place in found
+        for place in [*found, *_again(found, families.copies(of, describe.config(lowering.plan)))]
     }
     with folder.making(out) as part:
         _write(part, [made for made, _, _ in theirs.values()], _reader(source, theirs), shard_bytes, say)
@@ -402,6 +438,11 @@ def peft(checkpoint: Path, out: Path, say: Say, named: str | None = None) -> str
     return of.architecture
 
 
+def _again(found: list[Place], copies: Mapping[str, str]) -> list[Place]:
+    """The places of tensors that a file holds once more."""
+    return [replace(place, name=name) for name, whole in copies.items() for place in found if place.name == whole]
+
+
 def _write(part: Path, tensors: list[Tensor], read: Callable[[Tensor], torch.Tensor], most: int, say: Say) -> None:
     files = folder.shards(tensors, most)
     for name, group in files:
@@ -421,6 +462,6 @@ def _reader(
         if ours.name not in kept:
             kept.clear()
             kept[ours.name] = source.joined(ours)
-        return apart([place for place in found if place.name == tensor.name], kept[ours.name])
+        return apart(found, kept[ours.name])
 
     return read

@@ -29,6 +29,7 @@ NEVER_READ = {
     "time_step_limit", "time_step_min", "time_step_max", "time_step_floor", "mamba_ssm_cache_dtype", "sliding_window",
     "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward", "id2label", "label2id", "is_encoder_decoder",
     "problem_type", "moe_shared_expert_overlap", "mtp_layers_block_type", "attn_implementation", "mamba_chunk_size",
+    "mtp_hybrid_override_pattern",
 }  # fmt: skip
 
 
@@ -821,18 +822,15 @@ def _qwen3_5_moe(s: Said) -> Words:
 
 def _ahead(s: Said, key: str = "mtp_num_hidden_layers") -> Words:
     if depths := s.get(key):
-        s.left.append(f"`{key}: {depths}`: layers of token prediction are not read")
+        s.left.append(
+            f"`{key}: {depths}`: left out, a layer of token prediction is `feature.mtp.depths` with its `pattern`"
+        )
     return iter(())
 
 
 def _shared(s: Said, key: str = "n_shared_experts") -> Words:
     if shared := s.get(key):
         yield from ("--moe-shared-expert-intermediate-size", str(shared * s.number("moe_intermediate_size")))
-
-
-def _depths(s: Said) -> None:
-    if depths := s.get("num_nextn_predict_layers"):
-        s.left.append(f"`num_nextn_predict_layers: {depths}`: that layer has experts, which MTP here has not")
 
 
 def _deepseek(s: Said) -> Words:
@@ -907,7 +905,7 @@ def _deepseek(s: Said) -> Words:
         if not v3:
             s.only("norm_topk_prob", False, lack="transformers' class leaves it out, the model's own code does not")
         yield from _sigmoid(s) if v3 else _softmax(s)
-    _depths(s)
+    _ahead(s, "num_nextn_predict_layers")
 
 
 def _chosen_once(s: Said) -> Words:
@@ -951,7 +949,7 @@ def _scored(s: Said) -> Words:
     """Experts by sigmoid scores, and shared ones."""
     yield from _routed(s, ("n_routed_experts",), "moe_intermediate_size", None)
     yield from (*_shared(s), *_groups(s), *_sigmoid(s))
-    _depths(s)
+    _ahead(s, "num_nextn_predict_layers")
 
 
 def _hy_v3(s: Said) -> Words:
@@ -968,7 +966,7 @@ def _hy_v3(s: Said) -> Words:
     s.only("qk_norm", True, lack="its class has these norms, whatever the file says")
     s.only("expert_hidden_dim", s.get("moe_intermediate_size"), lack="it is `moe_intermediate_size` under another name")
     s.get("enable_moe_fp32_combine")  # in which type two sums are added
-    _depths(s)
+    _ahead(s, "num_nextn_predict_layers")
 
 
 # Names of Nemotron-H's layers in transformers 5, those of 5.17 and later beside the older, and Megatron's symbols.

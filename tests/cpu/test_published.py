@@ -18,7 +18,7 @@ import test_train
 import torch
 import transformers
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-from hf_configs import GPT_OSS
+from hf_configs import CONFIGS, GPT_OSS
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
@@ -439,6 +439,129 @@ def test_layers_of_token_prediction_are_left_out_by_word_alone(made, tmp_path):
     with_more("model.layers.3.eh_proj.weight")
     native.load(tmp_path / "hf", plan, tmp_path / "out", True, silent)
     assert tensors(tmp_path / "out") == tensors(weights)
+
+
+SLOTS = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+OF_DEEPSEEK = (
+    {"num_hidden_layers": 4},
+    {"model.layers.3.": "model.layers.3."},
+    [f"model.layers.3.{slot}" for slot in SLOTS],
+)
+# Of a class with layers more than its config.json says, whose weights go under the names of token prediction: these, and the names of two
+# norms, of the projection and of the last norm.
+AHEAD: dict[str, tuple[dict[str, Any], dict[str, str], list[str]]] = {
+    "deepseek_v3": OF_DEEPSEEK,
+    "glm4_moe": OF_DEEPSEEK,
+    "qwen3_next": (
+        {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "full_attention"]},
+        {"model.layers.2.": "mtp.layers.0."},
+        ["mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"],
+    ),
+    "nemotron_3_nano": (
+        {"num_hidden_layers": 6, "layers_block_type": ["mamba", "moe", "attention", "moe", "attention", "moe"]},
+        {"backbone.layers.4.": "mtp.layers.0.", "backbone.layers.5.": "mtp.layers.1."},
+        ["mtp.layers.0.enorm", "mtp.layers.0.hnorm", "mtp.layers.0.eh_proj", "mtp.layers.1.final_layernorm"],
+    ),
+}
+SAID = ("num_nextn_predict_layers", "mtp_hybrid_override_pattern")
+LISTS = ("layer_types", "mlp_layer_types", "layers_block_type")
+
+
+def with_a_layer_ahead(name: str, at: Path) -> tuple[Path, Path, Any, list[torch.Tensor]]:
+    """(a folder with layers of token prediction, its plan, transformers' model with these as its last, two norms, projection and norm)."""
+    more, renamed, slots = AHEAD[name]
+    published.write(name, at / "hf", **more)
+    big = opened(at / "hf", torch.float32)
+    index = json.loads((at / "hf" / INDEX).read_text())
+    held = {
+        key: value for file in {*index["weight_map"].values()} for key, value in load_file(at / "hf" / file).items()
+    }
+    for before, after in renamed.items():
+        held = {key.replace(before, after): value for key, value in held.items()}
+    h = published.BASE["hidden_size"]
+    own = [torch.randn(shape).mul(0.1).bfloat16() for shape in ((h,), (h,), (h, 2 * h), (h,))]
+    own = [value if value.dim() == 2 or name == "qwen3_next" else value + 1 for value in own]
+    held |= {f"{slot}.weight": value for slot, value in zip(slots, own, strict=True)}
+    if more is OF_DEEPSEEK[0]:
+        copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+        held |= {f"model.layers.3.{key}": held[whole].clone() for key, whole in copies.items()}
+    for file in (at / "hf").glob("*.safetensors*"):
+        file.unlink()
+    save_file(
+        {key: value.contiguous() for key, value in held.items()}, at / "hf" / "model.safetensors", {"format": "pt"}
+    )
+    keys, last = published.keys(at / "hf"), more["num_hidden_layers"] - len(renamed)
+    keys |= {"num_hidden_layers": last} | {key: keys[key][:last] for key in LISTS if keys.get(key)}
+    keys |= {} if name == "qwen3_next" else {"num_nextn_predict_layers": 1}
+    keys |= {"mtp_hybrid_override_pattern": "*E"} if len(renamed) == 2 else {}
+    (at / "hf" / "config.json").write_text(json.dumps(keys))
+    plan = published.lowering(at / "hf", feature__mtp={"depths": 1, "pattern": "AE", "loss_weight": 0.1})
+    (at / "plan.json").write_text(plan_json(plan))
+    return at / "hf", at / "plan.json", big, [value.float() for value in own]
+
+
+def predicted(name: str, folder: Path, big: Any, own: list[torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+    """Hidden states of the layers of token prediction by DeepSeek-V3's formulas (arXiv 2412.19437, 2.2), in plain torch around
+    transformers' own layers; the embedding stands first in the projection's input, as in published weights."""
+    less, eps = float(name == "qwen3_next"), getattr(big.config, "rms_norm_eps", None) or big.config.layer_norm_epsilon
+
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * (weight + less)
+
+    with torch.inference_mode():
+        small = opened(folder, torch.float32)
+        hidden, ahead = small.model(tokens).last_hidden_state, small.get_input_embeddings()(tokens.roll(-1, 1))
+        x = torch.cat([norm(ahead, own[0]), norm(hidden, own[1])], -1) @ own[2].T
+        positions = torch.arange(tokens.shape[1])[None]
+        given = {"attention_mask": torch.full((1, 1, 16, 16), float("-inf")).triu(1), "position_ids": positions}
+        if turned := getattr(big.model, "rotary_emb", None):
+            given["position_embeddings"] = turned(x, positions)
+        for layer in big.model.layers[-len(AHEAD[name][1]) :]:
+            x = layer(x, **given)
+            x = x[0] if isinstance(x, tuple) else x
+        return norm(x, own[3])
+
+
+@pytest.mark.few("deepseek_v3")
+@pytest.mark.parametrize("name", AHEAD)
+def test_a_layer_of_token_prediction_comes_and_goes(name, tmp_path):
+    """Megatron's hidden states of it are those of its published formulas, and all tensors go back to the bit."""
+    folder, plan, big, own = with_a_layer_ahead(name, tmp_path)
+    assert command.main(["import", *map(str, (folder, plan, tmp_path / "weights"))]) == 0
+    tokens = test_hf.random(2, 16, vocabulary=128)
+    expected = predicted(name, folder, big, own, tokens)[:, :-1]  # behind the last token there is none
+
+    def job():
+        lowering = check.one_device(load_plan(plan), plain=True)
+        check.rank_zero(lowering)
+        model = check.built(lowering, distributed.step_folder(tmp_path / "weights"), "fp32")
+        (found,) = check.observed(model, tokens).ahead
+        agree(found[:, :-1], expected)
+
+    test_hf.in_megatron(job)
+    assert command.main(["export", str(tmp_path / "weights"), str(tmp_path / "back"), "--as", "native"]) == 0
+    (before,), (after,) = (list(path.glob("*.safetensors")) for path in (folder, tmp_path / "back"))
+    x, y = (
+        {key.replace("backbone.embedding.", "backbone.embeddings."): value for key, value in load_file(path).items()}
+        for path in (before, after)
+    )
+    assert x.keys() == y.keys() and not [key for key in x if not torch.equal(x[key], y[key])]
+    one, two = (published.keys(path) for path in (tmp_path / "back", folder))
+    assert [one.get(key) for key in SAID] == [two.get(key) for key in SAID]
+
+
+def test_a_layer_of_token_prediction_with_a_head_of_its_own_is_refused(tmp_path):
+    folder, plan, _, _ = with_a_layer_ahead("deepseek_v3", tmp_path)
+    held = load_file(folder / "model.safetensors")
+    held["model.layers.3.shared_head.head.weight"][5, 7] += 1
+    save_file(held, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(Refused) as refused:
+        native.load(folder, plan, tmp_path / "out", False, silent)
+    (problem,) = refused.value.problems
+    assert (
+        "`model.layers.3.shared_head.head.weight` of `model.safetensors` is another than `lm_head.weight`"
+        in problem.message
+    )
 
 
 def tensors(checkpoint: Path) -> dict[str, list]:
@@ -1030,3 +1153,14 @@ def test_what_two_readers_would_take_for_two_models_is_refused(copied):
     (folder / "adapter_config.json").write_text("{}")
     (folder / INDEX).write_text(json.dumps(index))
     assert f"`{folder}` holds adapters beside its weights" in said(copied)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm_4_5_air", "glm_4_7_flash", "qwen3_next_80b_a3b"])
+def test_the_layer_of_token_prediction_of_a_preset_has_the_parameters_of_its_class(name):
+    """One more layer of transformers' own, a projection of two widths to one, and three norms."""
+    known = transformers.AutoConfig.for_model(**CONFIGS[name])
+    with torch.device("meta"):
+        layer = transformers.AutoModelForCausalLM.from_config(known).model.layers[-1]
+    h = known.hidden_size
+    (total, _), (without, _) = (parameters(lowered(name, *words).plan)[:2] for words in (["+overlay=mtp"], []))
+    assert total - without == sum(value.numel() for value in layer.parameters()) + 2 * h * h + 3 * h

@@ -8,7 +8,9 @@ Imports no torch. A table says
     names          of the model and of each kind: slots (blocks/exported.py) and what comes after `layer` in theirs; `weight` and `bias` are
                    added where a name stands for a module
     later          whether others that compute the same model come before it
-    ahead          what tensors of layers of token prediction begin with, which our recipes cannot say
+    ahead          what tensors of layers of token prediction begin with
+    mtp            those layers, where they are read: keys of config.json that say how many (`depths`) and of which `pattern`, where one
+                   does; the `most` of them; what tensors of a `layer` begin with; `names` beside it; `copies` of tensors of the model
     spelled        other names under which a tensor is found
     opened         what transformers' class has where files have another beginning: adapters go by its modules
     config         keys of their config.json, and what they are of ours (config.py)
@@ -41,6 +43,7 @@ class Family:
     parts: int
     names: Mapping[str, Mapping[str, str]]
     ahead: tuple[str, ...] = ()
+    mtp: Mapping[str, Any] = field(default_factory=dict)
     spelled: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     opened: Mapping[str, str] = field(default_factory=dict)
@@ -74,7 +77,7 @@ def family(model_type: str) -> Family:
         raise Refused(said, key="model_type", hint=f"there are: {', '.join(known())}")
     tree = _tree(model_type)
     return Family(model_type, tree["architecture"], tree["layer"], tree["parts"], tree["names"], tuple(tree.get("ahead", ())),
-                  tree.get("spelled", {}), tree.get("config", {}), tree.get("opened", {}))  # fmt: skip
+                  tree.get("mtp", {}), tree.get("spelled", {}), tree.get("config", {}), tree.get("opened", {}))  # fmt: skip
 
 
 @cache
@@ -143,6 +146,38 @@ def _pieces(of: Family, c: Config) -> Iterator[tuple[str, Piece]]:
                     f"{at}.{name.format(expert=piece.expert)}",
                     replace(piece, tensor=f"model.layers.{index}.{piece.tensor}"),
                 )
+    yield from _ahead(of, c)
+
+
+def _ahead(of: Family, c: Config) -> Iterator[tuple[str, Piece]]:
+    """Of layers of token prediction, where the family's are read."""
+    for depth in range(c["mtp_depths"] if of.mtp else 0):
+        here, numbers = f"model.mtp.{depth}.", _numbers(of, c, depth)
+        own = [t for t in describe.tensors(c) if t.name.startswith(here) and ".layers." not in t.name]
+        for piece in same(own):
+            stem, _, what = piece.slot.removeprefix(here).rpartition(".")
+            if stem in of.mtp["names"]:
+                yield f"{of.mtp['names'][stem].format(**numbers)}.{what}", piece
+        for index, kind in enumerate(c["mtp_kinds"]):
+            at = of.mtp["layer"].format(**numbers, index=index)
+            for piece in _of_layer(c, kind):
+                if (name := of.called(kind, piece.slot)) is not None:
+                    inner = replace(piece, tensor=f"{here}layers.{index}.{piece.tensor}")
+                    yield f"{at}.{name.format(expert=piece.expert)}", inner
+
+
+def _numbers(of: Family, c: Config, depth: int) -> dict[str, int]:
+    return {"layer": len(c["layer_kinds"]) // of.parts + depth, "depth": depth, "last": len(c["mtp_kinds"]) - 1}
+
+
+def copies(of: Family, c: Config) -> dict[str, str]:
+    """Tensors of layers of token prediction that are a tensor of the model once more: its name, by theirs."""
+    found = {}
+    for depth in range(c["mtp_depths"]):
+        for name, slot in of.mtp.get("copies", {}).items():
+            if (whole := of.called("model", slot)) is not None:
+                found[name.format(**_numbers(of, c, depth))] = whole
+    return found
 
 
 def _of_layer(c: Config, kind: str) -> Iterator[Piece]:
@@ -164,6 +199,9 @@ def unlike(of: Family, c: Config) -> Iterator[Problem]:
             )
             yield Problem(said, key="model.pattern")
             return
+    if c["mtp_depths"] > of.mtp.get("most", 0):
+        said = f"MTP of depth {c['mtp_depths']} is no published layer of token prediction of `{of.model_type}`"
+        yield Problem(said, key="feature.mtp.depths")
     if len(kinds) % of.parts:
         yield Problem(f"{len(kinds)} layers are no whole layers of `{of.model_type}`", key="model.depth")
 

@@ -18,6 +18,10 @@ def written(of: Family, plan: Plan) -> dict[str, Any]:
     c = describe.config(plan)
     values = {key: _value(said, of, plan, c) for key, said in of.config.items()}
     keys = {key: value for key, value in values.items() if value is not ABSENT}
+    if (depths := of.mtp.get("depths")) and c["mtp_depths"]:
+        keys[depths] = c["mtp_depths"]
+    if (pattern := of.mtp.get("pattern")) and c["mtp_depths"]:
+        keys[pattern] = "".join(SYMBOLS[kind] for kind in c["mtp_kinds"])
     # Classes have tokens of their own where none is said, and never train the row of the one that pads.
     ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     return {"architectures": [of.architecture], "model_type": of.model_type, "torch_dtype": "bfloat16", **ends, **keys}
