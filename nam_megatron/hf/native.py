@@ -98,6 +98,9 @@ def load(path: Path, plan: Path, out: Path, without_mtp: bool, say: Say) -> None
     lowering = load_plan(plan)
     raise_if(describe.objections(lowering.plan))
     config, tree = describe.config(lowering.plan), folder.load_json(path / folder.CONFIG)
+    if without_mtp and config["mtp_depths"]:
+        hint = "leave one of them out: `feature.mtp.depths=0` in the plan"
+        raise Refused("the plan has the layers that are to be left out", key="--without-mtp", hint=hint)
     text, beside = of_text(tree)
     of = families.family(str(text.get("model_type")))
     raise_if(
@@ -114,7 +117,7 @@ def load(path: Path, plan: Path, out: Path, without_mtp: bool, say: Say) -> None
     ahead = families.beyond(of, config)
     _tell(tree, str(path / folder.CONFIG), say, but=beside)
     _copies(source, families.copies(of, config))
-    misfits = list(_misfits(source, places, ahead if without_mtp and not config["mtp_depths"] else (), ahead))
+    misfits = list(_misfits(source, places, ahead if without_mtp else (), ahead))
     raise_if([*misfits[:MOST], *([Problem(f"and {more} more")] if (more := len(misfits) - MOST) > 0 else [])])
     for other in sorted(at.name for at in path.glob("*.safetensors") if at.name not in source.files):
         say(

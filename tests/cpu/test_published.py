@@ -552,6 +552,8 @@ def test_a_layer_of_token_prediction_comes_and_goes(name, tmp_path):
 
 def test_a_layer_of_token_prediction_with_a_head_of_its_own_is_refused(tmp_path):
     folder, plan, _, _ = with_a_layer_ahead("deepseek_v3", tmp_path)
+    with pytest.raises(Refused, match="the plan has the layers that are to be left out"):
+        native.load(folder, plan, tmp_path / "out", True, silent)
     held = load_file(folder / "model.safetensors")
     held["model.layers.3.shared_head.head.weight"][5, 7] += 1
     save_file(held, folder / "model.safetensors", {"format": "pt"})
