@@ -390,7 +390,9 @@ class Model:
         }  # fmt: skip
         if any(v is None for k, v in plain.items() if k.startswith("dsa_") and self.dsa):
             raise NotKnown("dsa_indexer")
-        indexers = frozenset(n for n in self.dsa_layers if self.topk_source(n) == n)
+        # Those of token prediction are numbered from 1 again.
+        numbers = (*self.dsa_layers, *(n for n, kind in enumerate(self.mtp_layers, 1) if kind == "dsa"))
+        indexers = frozenset(n for n in numbers if self.topk_source(n) == n)
         return count(plain, self.layers, self.mtp_layers, self.mtp_depths, indexers)
 
     # Layout

@@ -33,6 +33,8 @@ CASES = {
     "mla without norms": ("+", MLA, dict(qk_layernorm=False)),
     "dsa": ("++DDDD", f"{MLA} {DSA} --qk-layernorm", dict(dsa_indexer_topk_freq=1, dsa_indexer_skip_topk_offset=0)),
     "dsa, index reuse": ("++DDDD", f"{MLA} {DSA} {REUSE} --qk-layernorm", {}),
+    "dsa in token prediction": ("++DD/D", f"{MLA} {DSA} {REUSE} --qk-layernorm", {}),
+    "dsa alone in token prediction": ("DDDD/DD", f"{MLA} {DSA} {REUSE} --qk-layernorm", {}),
     "mlp": ("-", "", {}),
     "mlp, gated": ("-", "--swiglu", GATED),
     "moe": ("E", f"{MOE} {SHARED}", {}),
