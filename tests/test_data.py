@@ -948,12 +948,13 @@ def test_a_text_that_holds_the_end_of_a_document_is_refused_by_its_place(tmp_pat
     tree = json.loads((theirs / tokenizer.FILE).read_text())
     tree["added_tokens"] = [token | {"special": False} for token in tree["added_tokens"]]
     (theirs / tokenizer.FILE).write_text(json.dumps(tree))
-    data = jsonl(tmp_path / "a.jsonl", [*TEXTS, "ends in </s> and goes on"])
+    data = jsonl(tmp_path / "a.jsonl", [*TEXTS, "ends in </s> and goes on", "</s> begins it", "ends it </s>"])
     words = ("build", tmp_path / "set", data, "--tokenizer", theirs, "--valid", "0.2", "--workers", 1)
     assert run(*words) == 2
     said = capsys.readouterr().err
-    assert f"{data}:61 holds the token that ends a document" in said and f"`--skip {data}:61`" in said
-    assert run(*words, "--skip", f"{data}:61") == 0
+    assert all(f"{data}:{n} holds the token that ends a document" in said for n in (61, 62, 63))
+    assert f"`--skip {data}:61`" in said
+    assert run(*words, *(word for n in (61, 62, 63) for word in ("--skip", f"{data}:{n}"))) == 0
 
 
 def test_a_pattern_that_gives_up_is_no_traceback(bpe, tmp_path, capsys):

@@ -233,6 +233,36 @@ def test_which_heads_a_kernel_of_sparse_attention_takes():
             )
 
 
+def test_layers_for_inference_refuse_each_of_what_they_lack():
+    plain = {
+        "transformer_impl": "inference_optimized", "normalization": "RMSNorm", "layernorm_zero_centered_gamma": False,
+        "add_bias_linear": False, "add_qkv_bias": False, "moe_router_dtype": "fp32", "moe_expert_capacity_factor": None,
+        "gated": False, "etp": 1,
+    }  # fmt: skip
+    always = {
+        "normalization": "LayerNorm",
+        "layernorm_zero_centered_gamma": True,
+        "add_bias_linear": True,
+        "add_qkv_bias": True,
+    }
+    routed = {"gated": True, "etp": 2, "moe_router_dtype": None, "moe_expert_capacity_factor": 1.0}
+    for experts, (key, value) in itertools.product((None, 8), [(None, None), *always.items(), *routed.items()]):
+        said = SimpleNamespace(**plain | {"num_experts": experts, str(key): value})
+        assert rules.layers._inference(said, said) == (key in always or bool(experts and key in routed)), (experts, key)
+        said.transformer_impl = "transformer_engine"
+        assert not rules.layers._inference(said, said)
+
+
+def test_chunks_of_recompute_part_a_group_where_one_begins_within_it():
+    """Layers 3 to 6 share what layer 3 computes; of several stages each counts its chunks anew, and is not asked where it begins."""
+    m = SimpleNamespace(dsa_layers=range(1, 7), topk_source=lambda n: min(n, 3))
+    for method, size, pp in itertools.product(("uniform", "block"), (None, 1, 2, 3, 4, 6), (1, 2)):
+        begun = range(1, 7, size or 1)
+        parted = method != "uniform" or pp > 1 or bool({4, 5, 6}.intersection(begun))
+        m.pp, a = pp, SimpleNamespace(recompute_num_layers=size, recompute_method=method)
+        assert sparse._recompute_parts_group(a, m) == parted, (method, size, pp)
+
+
 def test_experts_are_alone_where_no_two_ranks_hold_the_same():
     """Each of the dp x tp ranks holds the experts of its place among ep, and of each its part among etp."""
     for dp, tp, ep, etp in itertools.product((1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8), (1, 2, 4)):

@@ -20,10 +20,9 @@ from nam_megatron.words.setting import Setting
 FILES = ("common.pt", "mp_rank_00/model_optim_rng.pt", "mp_rank_00_000/model_optim_rng.pt")
 LARGEST = 64 * 2**20  # bytes of a pickle without its tensors
 MAGIC = b"PK\x03\x04"
-# Of one process, of Megatron's own working-out, or of where the run stood.
+# Of one process, or of Megatron's own working-out; what has no flag, as where the run stood, is no word anyhow.
 DERIVED = {
-    "rank", "local_rank", "encoder_num_layers", "encoder_seq_length", "iteration", "consumed_train_samples", "consumed_valid_samples",
-    "hybrid_override_pattern", "mtp_hybrid_override_pattern", "padded_vocab_size",
+    "local_rank", "encoder_num_layers", "encoder_seq_length", "hybrid_override_pattern", "mtp_hybrid_override_pattern", "padded_vocab_size",
 }  # fmt: skip
 
 

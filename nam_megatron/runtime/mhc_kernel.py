@@ -207,8 +207,8 @@ def _maps_backward(
         grad -= common[:, None, :] * tl.exp(kept)
         kept += tl.maximum(total, least)[:, None, :]
         total = tl.load(line + 2 * step * N, mask=known, other=0.0)
-        common = tl.where(total >= least, tl.sum(grad, 2), 0.0)
-        grad -= common[:, :, None] * tl.exp(kept)
+        # No row's is: before the first step its largest is 1, and a column's sum, by which it was divided, is at most N.
+        grad -= tl.sum(grad, 2)[:, :, None] * tl.exp(kept)
         kept += tl.maximum(total, least)[:, :, None]
     tl.store(d_logit + t[:, None, None] * maps + 2 * N + at3, grad, mask=inside)
     tl.debug_barrier()

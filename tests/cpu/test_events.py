@@ -133,6 +133,24 @@ def test_code_that_changes_while_it_is_read_is_another_and_ends_no_training(tmp_
     assert asked and events.read(tmp_path, "mine", source="a hash").other == "source"
 
 
+def test_a_gpu_is_told_and_whether_any_of_its_memory_grows(monkeypatch):
+    """With the setting on, a pool of a graph has whole segments beside those that grow."""
+    chip = SimpleNamespace(name="H", uuid="1", pci_domain_id=1, pci_bus_id=0x2A, pci_device_id=3)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: chip)
+    for segments, grows in (
+        ([], None),
+        ([{}], False),
+        ([{"is_expandable": True}, {}], True),
+        ([{"is_expandable": False}], False),
+    ):
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda found=segments: found)
+        told = readings.device()
+        assert told["expandable"] is grows and told["bus"] == "00000001:2A:03.0" and told["uuid"] != "1"
+    del chip.pci_bus_id
+    assert readings.device()["bus"] is None
+
+
 def test_memory_is_read_after_the_first_step_and_whenever_their_number_has_doubled(monkeypatch):
     """Of a run that goes on at step 1000, too: once, and not in each microbatch until it has doubled so far."""
     said = []

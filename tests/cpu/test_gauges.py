@@ -81,8 +81,10 @@ def test_the_line_has_the_mean_or_the_largest_of_all_ranks():
         assert told == {"mean of 3": 0.5, "mean of 5": 3, "largest of 7": 4, "largest of 8": -7, "largest of 9": -2}
 
 
-@pytest.mark.parametrize("balancing", ["aux_loss", "seq_aux_loss", "global_aux_loss"])
-def test_stages_without_experts_and_indexers_add_up_what_those_with_them_do(balancing):
+@pytest.mark.parametrize(
+    ("balancing", "mtp"), [("aux_loss", ""), ("seq_aux_loss", ""), ("global_aux_loss", ""), ("aux_loss", "/+E/+E")]
+)
+def test_stages_without_experts_and_indexers_add_up_what_those_with_them_do(balancing, mtp):
     """Another number of numbers, another group or one without the other's name waits for ever at the first line."""
 
     def job(rig):
@@ -95,5 +97,7 @@ def test_stages_without_experts_and_indexers_add_up_what_those_with_them_do(bala
         return found | {"indexers": len(DSAIndexerLossLoggingHelper.tracker["values"])}
 
     said = dict(moe_router_load_balancing_type=balancing, moe_z_loss_coeff=1e-3)
-    every = on_ranks(Case("DE|+-", pp=2, dp=2, config=said), job)
+    every = on_ranks(Case(f"DE|+-{mtp}", pp=2, dp=2, config=said), job)
     assert len(every[0]) == 5 and all(found == every[0] for found in every)
+    depths = mtp.count("/")
+    assert [every[0].pop("indexers"), *{numbers for numbers, *_ in every[0].values()}] == [4, 4 + depths]

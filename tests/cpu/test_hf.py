@@ -1592,8 +1592,8 @@ def test_perplexity_is_that_of_the_windows(spoken, words_of, tmp_path, capsys, m
     assert seen["tokens"] == (len(row) - 1) // 32 * 32 > 4 * 32
     # A result is kept, where it is of this export and dataset.
     result = tmp_path / "steps" / "iter_0000003.json"
-    for old, kept in (({**seen, "loss": 1.0}, True), ({**seen, "dataset": "0"}, False), ({"loss": 1.0}, False)):
-        result.write_text(json.dumps(old))
+    for old, kept in (({}, True), *(({key: None}, False) for key in ("weights", "dataset", "step"))):
+        result.write_text(json.dumps(seen | {"loss": 1.0} | old))
         assert command.main([*watched, "--tokenizer", str(words_of / "large")]) == 0
         assert (json.loads(result.read_text())["loss"] == 1.0) is kept
 

@@ -1,6 +1,7 @@
 """Mends installed into a real Megatron: what they replace is what they were made for, in one order, once."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from megatron.core.tensor_parallel import layers
 
 from nam_megatron.compile.lower import translate
 from nam_megatron.errors import Refused
-from nam_megatron.mends import SAID, Mend, Moment, Trainer, install
+from nam_megatron.mends import SAID, Mend, Moment, Trainer, fsdp, install
 from nam_megatron.mends.series import MENDS, SERIES, needed
 from nam_megatron.recipe import load
 
@@ -98,3 +99,29 @@ def test_single_mends_are_looked_at_too(fresh, monkeypatch):
     with pytest.raises(Refused, match=re.escape("`megatron.core.datasets.utils:compile_helpers`")):
         install.single("yarn", "shipped_helpers")
     assert fresh == []
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_what_one_rank_reduces_with_each_microbatch_is_scaled_once(strategy):
+    """Where a step's gradients are reduced once, Megatron's own scale is right; and so is that of a group of several."""
+    held = {
+        name: SimpleNamespace(data=torch.ones(2), data_parallel_group=SimpleNamespace(size=lambda n=n: n), gradient_scaling_factor=factor)
+        for name, (n, factor) in {"alone": (1, 0.5), "several": (2, 0.25), "as it is": (1, 1), "none": (1, None)}.items()
+    }  # fmt: skip
+    updated = []
+    groups = [SimpleNamespace(main_grad_buffer=buffer) for buffer in (*held.values(), None)]
+    buffer = SimpleNamespace(parameter_groups=groups, update_main_grads=lambda: updated.append(True))
+    model = SimpleNamespace(
+        ddp_config=SimpleNamespace(data_parallel_sharding_strategy=strategy), finish_grad_sync=lambda: None
+    )
+    fsdp._scale_once(model, buffer)
+    model.finish_grad_sync()
+    mended = strategy.startswith("optim_grads")
+    assert held["alone"].gradient_scaling_factor == (None if mended else 0.5)
+    assert {name: float(of.data[0]) for name, of in held.items()} == {
+        "alone": 0.5 if mended else 1,
+        "several": 1,
+        "as it is": 1,
+        "none": 1,
+    }
+    assert held["several"].gradient_scaling_factor == 0.25 and updated == [True] * mended

@@ -7,6 +7,7 @@ are toy mixers; Transformer Engine's modules have stand-ins with the same parame
 import copy
 import dataclasses
 import importlib
+import itertools
 import os
 import pickle
 import sys
@@ -497,6 +498,22 @@ def copies(monkeypatch, ddp, rig):
     return set(copied), len(waits)
 
 
+def test_matrices_are_one_only_where_that_has_their_values():
+    """Whatever part of a storage each is, and however it lies there."""
+    held = torch.arange(40.0)
+    lie = {(0, 6): True, (6, 0): False, (0, 7): False, (3, 9): True, (0, 6, 12): True, (0, 6, 18): False}
+    for at, one in lie.items():
+        for turned in itertools.product((False, True), repeat=len(at)):
+            matrices = [
+                held[n : n + 6].view(3, 2).T if t else held[n : n + 6].view(2, 3)
+                for n, t in zip(at, turned, strict=True)
+            ]
+            whole = on_gpu._in_order(matrices)
+            assert (whole is not None) == (one and not any(turned)), (at, turned)
+            assert whole is None or torch.equal(whole, torch.stack(matrices))
+    assert on_gpu._in_order([held[:6].view(2, 3), held.clone()[6:12].view(2, 3)]) is None
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_end_of_a_bucket_parts_weights_as_the_budget_has_it(ranks):
@@ -672,6 +689,8 @@ def test_columns_of_zeros_behind_mamba2s_projection_are_nobodys(layout, monkeypa
 
     def widths(rig):
         seen, scan = [], upstream.mamba_split_conv1d_scan_combined
+        # What Megatron says in the model's config later, such as the loss's scale, each mixer has to read.
+        assert all(m.config is rig.config for m in rig.model.modules() if isinstance(m, upstream.MambaMixer))
 
         def look(packed, *weights, **kw):
             seen.append((packed.size(-1), packed.stride(-2) % 16))

@@ -178,6 +178,12 @@ COUNTED = {
     "as designed": ("nam56r",),
     "mha": (*NATIVE, "model.blocks.attention.query_groups=56"),
     "delta": ("qwen3_next_80b_a3b",),
+    "delta, other widths": (
+        "qwen3_next_80b_a3b",
+        "model.blocks.gdn.key_head_dim=64",
+        "model.blocks.gdn.value_head_dim=96",
+        "model.blocks.gdn.conv_width=3",
+    ),
 }
 
 

@@ -165,6 +165,28 @@ def test_parameters_have_their_places_without_the_padding_before_them():
     assert buffer.param_index_map is sizes
 
 
+def test_every_buffer_of_an_optimizer_is_saved_without_padding(monkeypatch):
+    """Dense weights and experts have one each, and biases in fp32 another."""
+    seen = []
+
+    class Stock:
+        buffers = tuple(
+            SimpleNamespace(param_index_map={n: (12, 17, 1)}, buckets=[SimpleNamespace(offset=at, numel_unpadded=10) for at in (0, 12)])
+            for n in "abc"
+        )  # fmt: skip
+
+        def save(self):
+            seen.extend(buffer.param_index_map for buffer in self.buffers)
+
+    setattr(Stock, master_weights.SAVE, Stock.save)
+    setattr(Stock, master_weights.LOAD, Stock.save)
+    monkeypatch.setattr(master_weights, "DistributedOptimizer", Stock)
+    master_weights.install(None)
+    getattr(Stock(), master_weights.SAVE)()
+    assert seen == [{"a": (10, 15, 1)}, {"b": (10, 15, 1)}, {"c": (10, 15, 1)}]
+    assert all({*buffer.param_index_map.values()} == {(12, 17, 1)} for buffer in Stock.buffers)
+
+
 @pytest.mark.slow
 def test_weights_gathered_in_fp8_are_not_held_against_their_state(whole, at_two, tmp_path):
     """Their checkpoint has them as FP8 rounded them, and the state as it was before."""

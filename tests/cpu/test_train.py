@@ -37,7 +37,7 @@ from nam_megatron.compile.argv import words as words_of
 from nam_megatron.compile.lower import translate
 from nam_megatron.compile.plan import Seam
 from nam_megatron.errors import REFUSED, Problem, Refused
-from nam_megatron.mends import SAID, Trainer, experts_apart, install, sinks
+from nam_megatron.mends import SAID, Trainer, experts_apart, install, sample_order, sinks
 from nam_megatron.mends.series import needed
 from nam_megatron.recipe import load
 from nam_megatron.runtime import checksums, cross_entropy, hosts, padding, pretrain, rate, word_embedding
@@ -121,7 +121,13 @@ def test_what_a_rank_meets_alone_is_said(monkeypatch, capsys):
 
 def test_experts_and_nothing_else_are_reduced_apart():
     linear = partial(torch.nn.Linear, 2, 2, bias=False)
-    mlp = torch.nn.ModuleDict({"experts": torch.nn.ModuleDict({"linear_fc1": linear()}), "router": linear()})
+    mlp = torch.nn.ModuleDict(
+        {
+            "experts": torch.nn.ModuleDict({"linear_fc1": linear()}),
+            "shared_experts": torch.nn.ModuleDict({"linear_fc1": linear()}),
+            "router": linear(),
+        }
+    )
     model = torch.nn.ModuleDict({"layer": torch.nn.ModuleDict({"mlp": mlp, "mixer": linear()})})
     experts_apart.install([model], None)
     apart = [name for name, p in model.named_parameters() if not getattr(p, "allreduce", True)]
@@ -997,6 +1003,15 @@ def test_an_order_is_kept_for_the_lengths_that_it_was_made_of(tmp_path):
         assert kept[0] == kept[1] < kept[2] == kept[3]  # the same lengths, the same order
 
     in_rank(job)
+
+
+def test_the_lengths_of_documents_are_told_in_their_order():
+    """Two that change places begin other samples."""
+    told = [
+        sample_order.lengths(SimpleNamespace(sequence_lengths=numpy.array(n, numpy.int32)))
+        for n in ([5, 3], [3, 5], [5, 3], [8])
+    ]
+    assert told[0] == told[2] and len(set(told)) == 3
 
 
 def test_an_order_that_was_damaged_is_made_again(tmp_path):

@@ -13,8 +13,10 @@ from nam_megatron.blocks.moe import router
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 DEVICE = "cpu" if INTERPRETED else "cuda"
-# tokens, width, experts: odd ones, and more experts than a program takes at once
-SIZES = [(150, 136, 5), (70, 48, 16), (33, 40, 24)] + ([] if INTERPRETED else [(8192, 3584, 16), (2049, 1024, 256)])
+# tokens, width, experts: odd ones, more experts than a program takes at once, and one of each behind whole tiles
+SIZES = [(150, 136, 5), (70, 48, 16), (33, 40, 24), (129, 129, 17)] + (
+    [] if INTERPRETED else [(8192, 3584, 16), (2049, 1024, 256)]
+)
 
 
 @pytest.fixture(autouse=True)

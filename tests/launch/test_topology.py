@@ -1,5 +1,7 @@
 """`nvidia-smi topo -m` of real hosts, good and bad."""
 
+import itertools
+
 import pytest
 from hosts import FIXTURES, smi
 from hypothesis import given
@@ -64,6 +66,15 @@ def test_older_drivers_name_the_nic_in_the_header():
     matrix = topology.parse(old)
     assert (matrix.nearest("GPU0"), matrix.nearest("GPU1")) == (["mlx5_0 (PIX)"], ["mlx5_0 (SYS)"])
     assert failures(matrix, 2) == []
+
+
+@pytest.mark.parametrize("links", [*itertools.combinations(["PIX", "PXB", "PHB", "NODE", "SYS"], 2)], ids="-".join)
+def test_the_nearest_nic_crosses_the_fewest_bridges(links):
+    """As the legend of nvidia-smi has them; whichever comes first."""
+    for row in (links, links[::-1]):
+        nics = {f"NIC{i}": link for i, link in enumerate(row)}
+        matrix = topology.Topology(("GPU0",), tuple(nics), {("GPU0", n): link for n, link in nics.items()}, {}, {})
+        assert matrix.nearest("GPU0") == [f"NIC{row.index(links[0])} ({links[0]})"]
 
 
 def test_a_copy_from_a_terminal_has_blanks_for_tabs():

@@ -367,6 +367,19 @@ def test_a_pair_is_another_where_either_of_its_sides_is():
     assert [row["verdict"] == every.AS for row in told] == [False, False, False, True]
 
 
+def test_of_a_pair_the_worst_of_all_parts_is_told():
+    """A start, a resume and a run have rows of their own; each has the worst of something."""
+    recipe, pair = every.asked("nam56r", "none", "cpu")
+    off = [{"gradient": 0.1, "weight": 0.6}, {"gradient": 0.3, "weight": 0.2}, {"gradient": 0.2, "weight": 0.4}]
+    parts = tuple(
+        proof.Part(f"part {n}", tuple(Row(what, 1, name, so / (1 + (name == "b")), 1.0) for what, so in it.items() for name in "ab"))
+        for n, it in enumerate(off)
+    )  # fmt: skip
+    shown = SimpleNamespace(proof=lambda _, pair: proof.Proof(pair, "cpu", 2, FP32, parts))
+    row = every.outcome("a", "b=c", (recipe, pair), {}, shown)
+    assert (row["gradient"], row["weight"], row["compared"]) == (0.3, 0.6, 12)
+
+
 def test_a_parameter_of_which_no_checkpoint_has_a_part_keeps_no_values_of_its_own(monkeypatch):
     """Each side would have others, and the layout be blamed."""
     model = torch.nn.Linear(2, 2)
