@@ -583,7 +583,7 @@ FOLLOWS = {
 SILENT = {(family, "num_key_value_heads") for family in ("deepseek_v3", "deepseek_v3_yarn", "deepseek_v3_2",
                                                          "deepseek_v2_lite", "kimi_k2", "moonlight_16b_a3b",
                                                          "glm_4_7_flash")}  # fmt: skip
-SILENT |= {("glm_4_7_flash", "partial_rotary_factor")}
+SILENT |= {(family, "partial_rotary_factor") for family in ("glm_4_7_flash", "solar_open_100b")}
 # Groups beside a top-k that is not twice those chosen.
 SILENT |= {(family, "n_group") for family in CONFIGS if not family.startswith("deepseek_v3")}
 SILENT |= {
@@ -639,7 +639,7 @@ OF_ONE = {
     "qwen3_8b": {"sliding_window", "use_sliding_window"},
     "qwen3_0": {"sliding_window", "use_sliding_window"},
     "qwen3_5": {"attn_output_gate", "mtp_num_hidden_layers"},
-    "seed_oss": {"attention_out_bias"},
+    "seed_oss": {"attention_out_bias"}, "solar": {"norm_topk_prob", "partial_rotary_factor", "intermediate_size"},
     "gpt_oss": {"attention_dropout", "experts_per_token", "initial_context_length", "quantization_config", "swiglu_limit"},
 }  # fmt: skip
 

@@ -389,7 +389,7 @@ SAID: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("qwen3_vl_text", "helium", "ernie4_5"), ("head_dim",)),
     "glm": ("head_dim", "partial_rotary_factor", "attention_bias"), "nemotron": ("partial_rotary_factor",),
     "stablelm": ("partial_rotary_factor",), "bamba": ("mamba_n_groups", "mamba_d_conv", "mamba_conv_bias"),
-    "solar_open": (*_DEEPSEEK[:3], "n_shared_experts", "head_dim"),
+    "solar_open": ("routed_scaling_factor", "n_shared_experts", "head_dim"),  # whose class has one group
     "dots1": (*_DEEPSEEK, "norm_topk_prob"), "cwm": ("head_dim", "sliding_window", "layer_types", "rope_scaling|rope_parameters"),
     "ministral": ("sliding_window", "layer_types"), "phi3": ("sliding_window",),
     "hy_v3": ("head_dim", "num_shared_experts", "router_scaling_factor"),
