@@ -1,11 +1,13 @@
 """The data command: what it writes is what was given, however often it is killed, and what it refuses, it names."""
 
+import base64
 import gzip
 import hashlib
 import json
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import textwrap
@@ -93,6 +95,11 @@ def test_a_large_file_is_not_taken_at_its_manifests_word(tmp_path, bpe, monkeypa
     said["files"]["train.bin"].pop("blocks")  # of an older version
     (out / manifest.NAME).write_text(json.dumps(said))
     assert identity.tree(data)
+    monkeypatch.undo()
+    said["files"]["train.bin"]["sha256"] = ""  # which no file has
+    (out / manifest.NAME).write_text(json.dumps(said))
+    with pytest.raises(Refused, match=r"train.bin` is not what was built"):
+        identity.tree(data)
 
 
 # What is written ---------------------------------------------------------------------------------------------------------------
@@ -973,9 +980,27 @@ def test_a_pattern_that_gives_up_is_no_traceback(bpe, tmp_path, capsys):
 REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 
 
+def charsmap(grows: int) -> str:
+    """As sentencepiece has them: a trie, here of `a` alone, and what it leads to, `grows` letters."""
+    units = [0] * 256
+    units[ord("a")] = ord("a") | 1 << 8 | 3 << 10
+    return base64.b64encode(struct.pack("<257I", 1024, *units) + b"b" * grows + b"\0").decode()
+
+
+def precompiled(grows: int) -> dict:
+    return {"type": "Precompiled", "precompiled_charsmap": charsmap(grows)}
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+
 @pytest.mark.parametrize(
     ("part", "stage", "taken"),
     [
+        ("normalizer", {"type": "Sequence", "normalizers": [precompiled(33)] * 2}, False),
+        ("normalizer", precompiled(33), True),
+        ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [BYTES] * 25}, False),
+        ("normalizer", {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}] * 25}, False),
         ("normalizer", {"type": "Sequence", "normalizers": [REPLACE] * 30}, False),
         ("decoder", {"type": "Sequence", "decoders": [REPLACE] * 30}, False),
         ("normalizer", {**REPLACE, "pattern": {"Regex": "."}, "content": "a" * 2000}, False),
@@ -991,6 +1016,17 @@ def test_a_tokenizer_that_blows_texts_up_is_refused(bpe, tmp_path, part, stage, 
         tokenizer.load(tmp_path / "theirs")
         return
     with pytest.raises(Refused, match="times as long"):
+        tokenizer.load(tmp_path / "theirs")
+
+
+def test_an_added_token_as_long_as_a_book_is_refused(bpe, tmp_path):
+    """The library would get ready for minutes."""
+    shutil.copytree(bpe, tmp_path / "theirs")
+    tree = json.loads((bpe / tokenizer.FILE).read_text())
+    more = {**tree["added_tokens"][0], "id": len(tree["model"]["vocab"]), "content": "a" * 5000}
+    tree["added_tokens"].append(more)
+    (tmp_path / "theirs" / tokenizer.FILE).write_text(json.dumps(tree))
+    with pytest.raises(Refused, match="5000 characters"):
         tokenizer.load(tmp_path / "theirs")
 
 

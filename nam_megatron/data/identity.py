@@ -106,7 +106,7 @@ def overwritten(folder: Path, made: manifest.Manifest) -> Iterator[Problem]:
         if not path.is_file():
             continue
         told = file.sha256 if path.stat().st_size <= WHOLE else file.blocks
-        if told and content(path) != told:
+        if told is not None and content(path) != told:
             yield Problem(f"`{path}` is not what was built", key="data.path", hint="build the dataset again")
 
 

@@ -1,5 +1,6 @@
 """The tokenizer: byte-level BPE of the `tokenizers` library, in the folder form that Megatron's HuggingFaceTokenizer reads."""
 
+import base64
 import contextlib
 import errno
 import json
@@ -25,6 +26,7 @@ FILE, CONFIG = TOKENS, "tokenizer_config.json"
 ENDS = "generation_ends"
 MOST_GROWTH = 1000.0  # of a text; one of a few bytes that doubles thirty times fills a host
 MOST_BYTES = 256 << 20
+MOST_ADDED = 4096  # characters of an added token; the library takes minutes to get ready for one of 200,000
 
 
 def train(texts: Iterable[str], entries: int, progress: bool) -> Tokenizer:
@@ -96,17 +98,25 @@ def load(folder: Path) -> Tokenizer:
     try:
         if (folder / FILE).stat().st_size > MOST_BYTES:
             raise ValueError(f"`{FILE}` has more than {MOST_BYTES >> 20} MiB")
+        tree = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        if (
+            longest := max((len(str(one.get("content"))) for one in tree.get("added_tokens") or ()), default=0)
+        ) > MOST_ADDED:
+            raise ValueError(f"one of `added_tokens` in `{FILE}` has {longest} characters, more than {MOST_ADDED}")
         with _no_panic():
             tokenizer = Tokenizer.from_file(str(folder / FILE))
         config = _config(folder)
-        tree = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except Exception as err:  # the library raises Exception itself
         hint = "`python -m nam_megatron.data tokenizer` makes one"
         said = f"{err.strerror}: `{err.filename}`" if isinstance(err, OSError) else err
         raise Refused(f"`{folder}` holds no tokenizer: {said}", hint=hint) from None
-    if (times := max(_growth(tree.get(part)) for part in ("normalizer", "decoder"))) > MOST_GROWTH:
+    # A pre-tokenizer gets what the normalizer has made.
+    before = _growth(tree.get("normalizer")) * _growth(tree.get("pre_tokenizer"))
+    if (times := max(before, _growth(tree.get("decoder")))) > MOST_GROWTH:
         said = f"the tokenizer in `{folder}` may make a text {f'{times:.0f}' if times < 1e6 else 'a million'} times as long"
-        raise Refused(said, hint=f"take what replaces a text out of `normalizer` and `decoder` of `{FILE}`")
+        raise Refused(
+            said, hint=f"take what replaces a text out of `normalizer`, `pre_tokenizer` and `decoder` of `{FILE}`"
+        )
     if "auto_map" in config:
         said = f"the tokenizer in `{folder}` is code of its own (`auto_map` of `{CONFIG}`), which is not run"
         raise Refused(said, hint=f"`{FILE}` may do without: remove the key if it does")
@@ -147,12 +157,19 @@ def _no_panic() -> Iterator[None]:
 
 
 def _growth(stage: Any) -> float:
-    """How many times as long a text may become in a normalizer or a decoder."""
+    """How many times as long a text may become in a normalizer, a pre-tokenizer or a decoder."""
     if not isinstance(stage, dict):
         return 1.0
-    inner = stage.get("normalizers") or stage.get("decoders")
+    inner = stage.get("normalizers") or stage.get("pretokenizers") or stage.get("decoders")
     if isinstance(inner, list):
         return prod(map(_growth, inner))
+    if stage.get("type") == "ByteLevel":  # a byte that no text shows is a character of two
+        return 2.0
+    if charsmap := stage.get(
+        "precompiled_charsmap"
+    ):  # the size of a trie, the trie, and what it leads to, each with a zero behind it
+        raw = base64.b64decode(charsmap)
+        return float(max(1, *map(len, raw[4 + int.from_bytes(raw[:4], "little") :].split(b"\0"))))
     content = str(stage.get("content") or stage.get("prepend") or "")
     pattern = stage.get("pattern")
     found = pattern.get("String") if isinstance(pattern, dict) else None
