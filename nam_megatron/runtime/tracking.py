@@ -26,18 +26,30 @@ PACKAGES = {"tensorboard": "tensorboard", "wandb_project": "wandb", "mlflow": "m
 def objections(plan: Plan, *, dry: bool = False) -> Iterator[Problem]:
     """What is asked for and not installed here, or where the rank that writes it may not. dry: nothing is written."""
     feature = plan.recipe.feature.tracking
+    if feature is None:
+        return
+    writes = not dry and safe_get_rank() == safe_get_world_size() - 1
     for key in ("tensorboard", "wandb_dir"):
-        if (folder := getattr(feature, key, None)) and not dry and safe_get_rank() == safe_get_world_size() - 1:
+        if writes and (folder := getattr(feature, key)):
             try:
                 Path(folder).mkdir(parents=True, exist_ok=True)
                 tempfile.TemporaryFile(dir=folder).close()
             except OSError as err:
                 yield unwritable(Path(folder), err, f"feature.tracking.{key}")
     for key, package in PACKAGES.items():
-        if feature is not None and getattr(feature, key) and importlib.util.find_spec(package) is None:
+        if getattr(feature, key) and importlib.util.find_spec(package) is None:
             hint = f"{adding('tracking')} on the training host, or null the key"
             message = f"`{package}` is not installed: nothing would be written"
             yield Problem(message, key=f"feature.tracking.{key}", hint=hint)
+        elif key == "mlflow" and writes and feature.mlflow:
+            try:
+                import mlflow
+
+                mlflow.set_tracking_uri(feature.mlflow)
+                mlflow.set_experiment(feature.mlflow_experiment)
+            except Exception as err:
+                # Of MLflow, or of what it stores with; behind the first step it would be a traceback.
+                yield Problem(f"MLflow does not open its store: {err}", key="feature.tracking.mlflow")
 
 
 def tracker(plan: Plan) -> Callable[[str], None] | None:
@@ -78,8 +90,6 @@ class Tracker:
         import mlflow
 
         if self._run is None:
-            mlflow.set_tracking_uri(feature.mlflow)
-            mlflow.set_experiment(feature.mlflow_experiment)
             self._run = mlflow.start_run(run_name=self._plan.recipe.preset.name)
         # MLflow takes no brackets in a name.
         mlflow.log_metrics({re.sub(r"[^\w ./-]", "", name): value for name, value in figures.items()}, step=step)

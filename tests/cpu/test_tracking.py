@@ -6,6 +6,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -142,6 +143,17 @@ def test_a_writer_that_is_not_installed_is_refused(monkeypatch, tmp_path, key, p
     with pytest.raises(Refused, match=f"`{package}` is not installed") as refused:
         raise_if(tracking.objections(plan))
     assert refused.value.problems[0].key == f"feature.tracking.{key}"
+
+
+def test_a_store_that_mlflow_does_not_open_is_refused_before_anything_is_built(monkeypatch):
+    """As MLflow 3.17 does any folder; the trainer ended with a traceback behind its first step."""
+    refuse = Mock(side_effect=ValueError("is in maintenance mode"))
+    theirs = SimpleNamespace(set_tracking_uri=Mock(), set_experiment=refuse, __spec__=sys.__spec__)
+    monkeypatch.setitem(sys.modules, "mlflow", theirs)
+    words = ("feature.tracking.mlflow=file:/m", "feature.tracking.mlflow_experiment=e")
+    (found,) = tracking.objections(plan := translate(load("nam56r_smoke", list(words))).plan)
+    assert found.key == "feature.tracking.mlflow" and "maintenance mode" in found.message
+    assert list(tracking.objections(plan, dry=True)) == []
 
 
 def test_a_folder_that_its_writer_cannot_write_to_is_refused(monkeypatch, tmp_path):
