@@ -33,6 +33,7 @@ class Events:
     ends: how each rank has ended, badly where its last process said so; last: what each has said last.
     loaded: steps of checkpoints, 0 of none; begun: the first said, with the hash of its checksums; firsts: the step that each process
     said first.
+    wall: seconds between the launcher's two events, by a clock that nobody sets; older records lack it.
     again: a step that one process said after it, a later one, or its end; early: one that it said before its start; stray: one that
     another process than the last rank's newest said; worlds: of how many ranks somebody said to be one. made_of: hashes of the code and
     the plan that the receipt tells of; other: which of them is another's of a process.
@@ -44,6 +45,7 @@ class Events:
     said: steps.Said = field(default_factory=steps.Said)
     started: datetime | None = None
     over: datetime | None = None
+    wall: float | None = None
     ends: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     last: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     starts: Counter[int] = field(default_factory=Counter)
@@ -87,6 +89,7 @@ class Events:
             or (event["event"] == "step" and not event["step"])
             or (event["event"] == "end" and (not event.keys() >= {"step", "code"} or event["reason"] not in REASONS))
             or any(not isinstance(event.get(name), str | None) for name in ("when", "bus"))
+            or type(event.get("wall", 0.0)) is not float
             or any(type(value) is bool or (type(value) is str and value not in INFINITE) for value in figures)
         ):
             raise ValueError
@@ -95,7 +98,7 @@ class Events:
             if kind == "launched":
                 self.started = when
             elif kind == "over":
-                self.over = when
+                self.over, self.wall = when, event.get("wall")
             return
         if kind == "start":
             self.starts[rank] += 1

@@ -53,14 +53,18 @@ def of_run(folder: Path, receipt: Mapping[str, Any]) -> dict[str, Any]:
         made_of = {"source": at(receipt, "source.trees.nam_megatron"), "plan": at(receipt, "plan.sha256")}
         found = events.read(folder, nonce, world, job.get("train_steps"), job.get("log_interval"), **made_of)
         said, started, ended, last, failure = found.said, found.started, found.over, found.last_step, found.failure
-        code, more = failure and failure["code"], {"hole": found.hole, "events": found.facts(), "loaded": found.begun}
+        code, wall, more = (
+            failure and failure["code"],
+            found.wall,
+            {"hole": found.hole, "events": found.facts(), "loaded": found.begun},
+        )
         mends = found.mends and {
             name: sha for name, sha in found.mends.items() if name in MENDS and events.HASH.fullmatch(str(sha))
         }
         reason = blamed(failure) if failure else first and f"no rank says why; {told(first)}"
     else:
         said, started, ended, last = logged.said, logged.started, logged.ended, steps.last_step(logged.said)
-        code, reason, more, mends = logged.code, first and told(first), {"hole": None}, None
+        code, wall, reason, more, mends = logged.code, None, first and told(first), {"hole": None}, None
     if logged.waited and reason:
         reason += f"; {hang.whose(logged.waited, (receipt.get('recipe') or {}).get('schedule') or {})}"
     figures = steps.figures(said, job.get("tokens_per_step") or 0, world)
@@ -76,7 +80,7 @@ def of_run(folder: Path, receipt: Mapping[str, Any]) -> dict[str, Any]:
         "series": steps.series(said),
         "nan_check": job.get("nan_check"),
         "memory": memory,
-        "bad_put": steps.bad_put(said, started, ended, every=every),
+        "bad_put": steps.bad_put(said, started, ended, every=every, wall=wall),
         "against_forecast": against(receipt.get("forecast") or {}, figures, memory),
         "mends": mends,
         "ranks": ranks(said, view, receipt.get("host") or {}),

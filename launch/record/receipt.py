@@ -425,14 +425,19 @@ def own(root: Path) -> Iterator[dict[str, Any]]:
         yield kept
 
 
-def kept_of(root: Path) -> dict[str, Any] | None:
-    """What `.chain` holds; None where there is none. Raises Refused for a damaged one."""
+def kept_of(root: Path, *, shown: bool = False) -> dict[str, Any] | None:
+    """What `.chain` holds; None where there is none. Raises Refused for a damaged one.
+
+    shown: of a folder that is only read, where one that its owner keeps to himself is as good as none.
+    """
     raise_if(irregular((root / CHAIN,)))
     try:
         kept = json.loads((root / CHAIN).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except PermissionError:
+        if shown:
+            return None
         raise Refused(f"`{root / CHAIN}` may not be read", hint="let this user read it") from None
     except (OSError, ValueError, RecursionError) as err:
         raise Refused(f"`{root / CHAIN}` cannot be read: {err}", hint="move it away: a new chain begins") from None
@@ -470,7 +475,7 @@ def broken(root: Path, found: Iterable[Mapping[str, Any]]) -> Iterator[tuple[boo
     Receipts that were brought from another folder have its chain: what is missing there may lie at home. Or was removed, with `.chain`.
     """
     chains: dict[str, dict[int, Mapping[str, Any]]] = {}
-    kept, found = kept_of(root), list(found)
+    kept, found = kept_of(root, shown=True), list(found)
     if kept:
         chains[kept["id"]] = {}
         if kept["pending"] and kept["pending"] not in [one["run"] for one in found]:
@@ -486,7 +491,8 @@ def broken(root: Path, found: Iterable[Mapping[str, Any]]) -> Iterator[tuple[boo
             yield True, f"`{one['run']}` and `{known[at[1]]['run']}` have one place in the chain"
         known[at[1]] = one
     if chains and not kept:
-        yield False, f"`{CHAIN}` is not here: whether later receipts were, cannot be told"
+        why = "may not be read by this user" if os.path.lexists(root / CHAIN) else "is not here"
+        yield False, f"`{CHAIN}` {why}: whether later receipts were, cannot be told"
     for name, known in chains.items():
         mine = kept if kept is not None and name == kept["id"] else None
         home = mine is not None

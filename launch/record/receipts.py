@@ -84,7 +84,7 @@ def command(words: Sequence[str], options: Mapping[str, str]) -> int:
         sys.stderr.write(f"note: {SHORT}\n")
     if old:
         sys.stderr.write(f"note: {OLD}: a receipt of version 1 has its own hash only\n")
-    kept = receipt.kept_of(root)  # by the chain: a clock that went back gives a later run an earlier name
+    kept = receipt.kept_of(root, shown=True)  # by the chain: a clock that went back gives a later run an earlier name
     seals = [found["seal"] for found in whole if found["state"] == "sealed"] + ([kept["last"]] if kept else [])
     if listed and "head" not in options and seals and seals[-1]:
         sys.stderr.write(f"note: {HEAD.format(seals[-1][:SHORTEST])}\n")

@@ -302,12 +302,13 @@ def _forward(seconds: float) -> float | None:
 
 
 def bad_put(
-    said: Said, started: datetime | None, ended: datetime | None, *, every: int | None = None
+    said: Said, started: datetime | None, ended: datetime | None, *, every: int | None = None, wall: float | None = None
 ) -> dict[str, Any] | None:
     """Seconds that were no steady training: until the first step began, what the first steps took beyond steady ones, checkpoints.
 
     started, ended: local times of the launcher; what is unknown is None. every: steps of each line, where the first is like the others,
-    as Bridge's is; Megatron's first line is of one step, and its second has that step in it once more.
+    as Bridge's is; Megatron's first line is of one step, and its second has that step in it once more. wall: seconds between these two
+    by a clock that nobody sets; None where none was read.
     """
     steps = [said.steps[n] for n in sorted(said.steps)]
     first, steady = split(steps)
@@ -334,7 +335,11 @@ def bad_put(
         middle = median(map(_ms, steady[:WINDOW]))
         excess = sum((_ms(s) - middle) * (s.number - before) for s, before in lines) / 1000
     known = {
-        "wall_s": _forward((ended - started).total_seconds()) if started and ended else None,
+        "wall_s": wall
+        if wall is not None
+        else _forward((ended - started).total_seconds())
+        if started and ended
+        else None,
         "until_first_step_s": None if began is None else _forward(began),
         "first_steps_excess_s": excess,
         "checkpoints_s": None if any(_forward(s) is None for s in saved) else sum(saved, 0.0),

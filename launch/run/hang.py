@@ -15,7 +15,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -48,6 +48,7 @@ class Beat:
     spent: float | None
     at: float
     nth: int
+    born: int | None = None  # older ones lack it
 
     @property
     def place(self) -> tuple[int, int]:
@@ -64,7 +65,8 @@ def beats(folder: Path) -> dict[int, Beat]:
             whole = all(type(n) is int and n >= 0 for n in numbers) and beat.phase in PHASES
             times = [beat.at] if beat.spent is None else [beat.at, beat.spent]
             if whole and isinstance(beat.host, str) and all(type(t) is float and math.isfinite(t) for t in times):
-                found[beat.rank] = beat
+                # A host's clock may be behind; the file's time is by the one clock of a shared file system.
+                found[beat.rank] = replace(beat, at=max(beat.at, path.stat().st_mtime))
         except (OSError, ValueError, TypeError, RecursionError):
             continue
     return found
@@ -72,11 +74,12 @@ def beats(folder: Path) -> dict[int, Beat]:
 
 @dataclass(frozen=True)
 class Look:
-    """A process at one moment. state: of /proc; None: it is gone. cpu: seconds that it and its descendants have used."""
+    """A process at one moment. state: of /proc; None: it is gone. cpu: seconds that it and its descendants have used. born: as in Beat."""
 
     state: str | None
     cpu: float
     tools: tuple[str, ...] = ()
+    born: int | None = None
 
 
 def look(pids: Sequence[int], proc: Path = linux.PROC) -> dict[int, Look]:
@@ -88,9 +91,10 @@ def look(pids: Sequence[int], proc: Path = linux.PROC) -> dict[int, Look]:
             cells = rest.split()
             if len(cells) > 14:
                 used = sum(int(c) for c in cells[11:15] if c.lstrip("-").isdecimal())
-                stats[int(folder.name)] = (name, cells[0], int(cells[1]), used / os.sysconf("SC_CLK_TCK"))
+                born = int(cells[19]) if len(cells) > 19 else None
+                stats[int(folder.name)] = (name, cells[0], int(cells[1]), used / os.sysconf("SC_CLK_TCK"), born)
     children: dict[int, list[int]] = {}
-    for pid, (_, _, parent, _) in stats.items():
+    for pid, (_, _, parent, *_) in stats.items():
         children.setdefault(parent, []).append(pid)
     found = {}
     for pid in pids:
@@ -101,7 +105,8 @@ def look(pids: Sequence[int], proc: Path = linux.PROC) -> dict[int, Look]:
                 seen.add(at)
                 line += children.get(at, ())
         tools = tuple(sorted({stats[p][0] for p in seen if p != pid and stats[p][0] in TOOLS}))
-        found[pid] = Look(stats[pid][1] if pid in stats else None, sum(stats[p][3] for p in seen), tools)
+        state, born = (stats[pid][1], stats[pid][4]) if pid in stats else (None, None)
+        found[pid] = Look(state, sum(stats[p][3] for p in seen), tools, born)
     return found
 
 
@@ -124,6 +129,10 @@ def triage(
         where = f"{len(missing)} of {world} ranks never came: {numbers(missing)}" if known else "no rank has come"
         return Hang("bootstrap", missing, f"{where}; the others wait for them. Their own output stands in the log")
     here = {r: after[b.pid] for r, b in known.items() if b.pid in after and b.host == os.uname().nodename}
+    others = [
+        r for r, seen in here.items() if known[r].born not in (None, seen.born)
+    ]  # the rank's number is given again
+    here |= dict.fromkeys(others, Look(None, 0.0))
     ill = {r: seen.state for r, seen in here.items() if (seen.state or "X") in STATES and known[r].phase != "end"}
     if ill:
         said = ", ".join(f"rank {r} (PID {known[r].pid}) is {STATES[state or 'X']}" for r, state in ill.items())

@@ -7,6 +7,7 @@ import secrets
 import shlex
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -222,6 +223,7 @@ def train(
         with Log(folder / receipt.LOG, context.redactor) as log:
             log.clock(outcome.STARTED)
             record.say("launched")
+            begun = time.clock_gettime(time.CLOCK_BOOTTIME)
             with Process(words, environ, context.checkout) as process:
                 signals.do(process.end)
                 with hang.Watch(folder, recipe.world_size, context.words["hang"], process.kill) as watch:
@@ -236,7 +238,7 @@ def train(
                                 process.end()
                         terminal.lines(lines)
                 code = process.wait()
-            record.say("over", code=code)
+            record.say("over", code=code, wall=time.clock_gettime(time.CLOCK_BOOTTIME) - begun)
             if failure is not None:
                 raise failure
             log.clock(outcome.ENDED)

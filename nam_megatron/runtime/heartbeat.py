@@ -3,12 +3,12 @@
 Beats are written where a folder `beat` lies beside the plan: a launcher that will read them makes it, and without one nothing is written.
 
     beat/<rank>    {"rank": 3, "host": "n1", "pid": 17, "phase": "step", "step": 12, "micro": 96, "spent": 0.41, "at": 1790000000.5,
-                    "nth": 3}
+                    "nth": 3, "born": 5021}
 
 phase: start (the plan is accepted), built (model and optimizer are there), step (a microbatch was begun), end. step: the one under way,
 from 1. nth: which one that is of this process, from 1. micro: microbatches begun. spent: seconds of a microbatch on this rank alone, from
 its beginning until its loss was looked at, over the last ones; waiting for other ranks is not in it. None where it cannot be known. at:
-seconds since the epoch.
+seconds since the epoch. born: when the process began, in ticks since the host did: a process id may be given again.
 """
 
 import json
@@ -30,12 +30,15 @@ class Heart:
         self._spent: float | None = None
         self._begun: float | None = None
         self._written = 0.0
+        self._born: int | None = None
 
     def start(self, plan: Path, rank: int) -> None:
         """plan: the plan file; beats lie beside it."""
         folder = plan.absolute().parent / FOLDER
         if folder.is_dir():
             self._file = folder / str(rank)
+            said = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
+            self._born = int(said.rpartition(")")[2].split()[19])
             self._say("start")
 
     def built(self) -> None:
@@ -65,7 +68,14 @@ class Heart:
         if self._file is None:
             return
         beat = {"rank": int(self._file.name), "host": os.uname().nodename, "pid": os.getpid(), "phase": phase}
-        beat |= {"step": self._step, "micro": self._micro, "spent": self._spent, "at": time.time(), "nth": self._nth}
+        beat |= {
+            "step": self._step,
+            "micro": self._micro,
+            "spent": self._spent,
+            "at": time.time(),
+            "nth": self._nth,
+            "born": self._born,
+        }
         part = self._file.with_name(f".{self._file.name}")
         try:
             part.write_text(json.dumps(beat), encoding="utf-8")

@@ -119,6 +119,13 @@ def test_a_rank_that_stopped_is_named_with_its_state(ranks, tmp_path, fault):
     assert (said.kind, said.ranks) == ("stopped", (1,)) and fault in said.text
 
 
+def test_a_rank_whose_number_is_now_anothers_is_gone(ranks, tmp_path):
+    born = hang.look([os.getpid()])[os.getpid()].born
+    ranks(SLEEP, SLEEP, with_={0: {"pid": os.getpid(), "born": born}, 1: {"born": 1}})
+    said = found(tmp_path, 2)
+    assert (said.kind, said.ranks) == ("stopped", (1,)) and "is gone" in said.text
+
+
 def test_a_rank_that_is_behind_is_named_while_the_others_spin(ranks, tmp_path):
     """As NCCL does while it waits."""
     ranks(SPIN, SLEEP, with_={1: {"micro": 39}})

@@ -246,6 +246,22 @@ def test_without_a_chain_nobody_knows_of_later_receipts(root, keys, capsys):
     assert code == 1 and "MISSING: `.chain` is not here" in out
 
 
+def test_a_chain_that_its_owner_keeps_is_a_finding_and_no_refusal(root, capsys, monkeypatch):
+    """It has mode 0600, and a colleague wants the list all the same."""
+    run(root)
+    read = Path.read_text
+
+    def barred(path: Path, *words, **more) -> str:
+        if path.name == receipt.CHAIN:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return read(path, *words, **more)
+
+    monkeypatch.setattr(Path, "read_text", barred)
+    code, out = listed(root, capsys)
+    assert code == 1 and "MISSING: `.chain` may not be read by this user" in out
+    assert listed(root, capsys, gaps="allowed")[0] == 0
+
+
 def test_the_newest_seal_is_the_chains_though_a_clock_went_back(root, capsys, monkeypatch):
     run(root)
     monkeypatch.setattr(receipt, "datetime", SimpleNamespace(now=lambda zone: datetime(2020, 1, 1, tzinfo=zone)))

@@ -23,7 +23,7 @@ import stand_in
 from command import SERVER, _child
 from ports import free_port
 
-from launch.host import patches
+from launch.host import linux, patches
 from launch.record import outcome, receipt, receipts
 from launch.record.redact import Redactor
 from launch.run import job, overlay
@@ -289,6 +289,18 @@ def test_ranks_that_do_not_listen_are_killed_at_the_third_signal(root):
     assert launcher.wait() == 1
     assert launcher.receipt["outcome"]["signals"] == ["SIGTERM"] * 3
     assert gone(mark)
+
+
+def test_a_number_that_was_anothers_before_saves_no_rank(tmp_path, monkeypatch):
+    """The next thousand numbers were those of processes that have ended since."""
+    now = subprocess.Popen(["true"])
+    now.wait()
+    others = [linux.Process(pid, 1, ("x",)) for pid in range(now.pid, now.pid + 1000)]
+    with monkeypatch.context() as before:
+        before.setattr(linux, "processes", lambda: others)
+        started = Process(["sh", "-c", "sleep 61.25 >&- & exit 0"], os.environ, tmp_path)
+    assert started.wait() == 0
+    assert not [p for p in linux.processes() if p.words == ("sleep", "61.25")]
 
 
 def test_a_rank_that_outlives_its_torchrun_is_ended(root):

@@ -34,7 +34,9 @@ def started(root, steps=3, loss=6.5, beats=(0.0, 0.0), words=("conf=nam56r_smoke
         beat = {
             "rank": rank, "host": "h7", "pid": 1, "phase": "step", "step": steps, "micro": 4, "spent": None, "nth": steps,
         }  # fmt: skip
-        (run.folder / "beat" / str(rank)).write_text(json.dumps({**beat, "at": time.time() - age}))
+        path, at = run.folder / "beat" / str(rank), time.time() - age
+        path.write_text(json.dumps({**beat, "at": at}))
+        os.utime(path, (at, at))
     return run
 
 
@@ -67,6 +69,14 @@ def test_a_clock_that_went_back_hides_no_silence(tmp_path, capsys):
     (found,) = seen(tmp_path)
     assert found.why.startswith("the clock of h7 is 3") and "ahead of this one" in found.why
     assert found.bad and status.command([str(tmp_path)], {}) == 1
+
+
+def test_a_host_whose_clock_is_behind_is_not_silent(tmp_path):
+    """The files of both hosts have the time of one file system."""
+    run = started(tmp_path, beats=(0.0, 3600.0))
+    os.utime(run.folder / "beat" / "1")
+    (found,) = seen(tmp_path)
+    assert found.state == "running" and found.why is None and 0 <= found.quiet_s < 30
 
 
 def test_clocks_of_two_hosts_may_be_a_little_apart(tmp_path):

@@ -99,6 +99,7 @@ def test_a_clock_that_is_set_back_measures_nothing():
         lines.append(f" [{noon + timedelta(seconds=seconds):%Y-%m-%d %H:%M:%S.%f}] {said}       9 to c")
     put = steps.bad_put(steps.read(lines), noon, noon - timedelta(seconds=3000))
     assert (put["wall_s"], put["checkpoints_s"], put["checkpoints"]) == (None, None, 1)
+    assert steps.bad_put(steps.read(lines), noon, noon - timedelta(seconds=3000), wall=600.04)["wall_s"] == 600
 
 
 def test_a_resumed_run_counts_from_its_own_first_step():

@@ -470,9 +470,9 @@ def of_processes(proc: Path, run: Path) -> Iterator[str]:
     (run / hang.FOLDER).mkdir(parents=True)
     beat = {"host": "node", "phase": "step", "step": 5, "micro": 9, "spent": 0.1, "at": 90.0, "nth": 5}
     for rank, pid in ((0, 22), (1, 21), (2, 99)):
-        (run / hang.FOLDER / str(rank)).write_text(
-            json.dumps({"rank": rank, "pid": pid} | beat | {"micro": 9 + (rank == 2)})
-        )
+        path = run / hang.FOLDER / str(rank)
+        path.write_text(json.dumps({"rank": rank, "pid": pid} | beat | {"micro": 9 + (rank == 2)}))
+        os.utime(path, (90, 90))
     (run / "log.txt").write_text("\n".join([ooms.STEP.format(4), *ooms.traceback(ooms.OLD, *ooms.FORWARD, rank=1)]))
     report_ = smi(2, at=1, processes=process(21) + process(7, "/x/other", "N/A"), used="5 MiB")
     content = {"run": "r", "state": "open"}
