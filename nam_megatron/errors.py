@@ -180,7 +180,7 @@ def finish(command: Callable[[], int]) -> NoReturn:
         if "timestamp" not in str(err):  # as `time.time` says it
             raise
         code, hint = REFUSED, "set it: Python tells no time beyond the year 2262"
-        sys.stderr.write(Refused(f"the clock of this host: {err}", hint=hint).render())
+        sys.stderr.write(Refused(f"the clock of this host: {err}", hint=hint, law="clock-beyond-time").render())
     except KeyboardInterrupt:
         code = INTERRUPTED
         sys.stderr.write("interrupted\n")

@@ -141,7 +141,7 @@ def test_a_file_in_the_place_of_a_name_is_told_where_it_belongs(own, tmp_path, m
     own("preset/mine", MINE)
     (tmp_path / "own" / "mine.yaml").unlink()
     ran = asked(tmp_path, "conf=own/preset/mine.yaml")
-    assert ran.code == 2 and "and not its file: `--config-dir own conf=mine`" in ran.err
+    assert ran.code == 2 and "did you mean `mine`?" in ran.err
     assert asked(tmp_path, "conf=mine").code == 0
 
 

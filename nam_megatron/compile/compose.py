@@ -221,7 +221,8 @@ def _no_choice(group: str, wanted: str, options: Sequence[str], folders: Sequenc
         message = f"`{wanted}` is no preset but {NO_PRESETS[name.lower()]}"
         return Problem(message, key=group, hint=hint, law="file-unknown")
     there = (Path(wanted), Path(f"{wanted}.yaml"), *(folder / f"{name}.yaml" for folder in folders))
-    if found := next((path for path in there if path.suffix == ".yaml" and path.is_file()), None):
+    found = next((path for path in there if path.suffix == ".yaml" and path.is_file()), None)
+    if found and name not in options:
         lies = found.absolute().parent.name == group
         home = found.parent.parent if lies else next(iter(folders), found.parent)
         move = "" if lies else f"move it to `{home / group / name}.yaml`, then "

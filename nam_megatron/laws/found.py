@@ -122,6 +122,7 @@ MACHINES = (
         "as many processes as the plan has GPUs are needed, and there are others",
     ),
     Found("asserts-off", WRONG, "Python's assertions are off, and Megatron's checks of a model with them"),
+    Found("clock-beyond-time", MACHINE, "the clock of this host is set to a time that Python cannot tell"),
     Found("environment-unset", WRONG, "an environment variable is not as the plan needs it"),
     Found("record-not-writable", MACHINE, "the run's record cannot be written"),
 )

@@ -858,7 +858,7 @@ ARCHITECTURES = {
     "kimi_k2": "DeepseekV3ForCausalLM", "moonlight_16b_a3b": "DeepseekV3ForCausalLM", "glm_4_7_flash": "DeepseekV3ForCausalLM",
     "qwen3_8b": "Qwen3ForCausalLM", "qwen3_0_6b": "Qwen3ForCausalLM", "nemotron_nano_9b_v2": "NemotronHForCausalLM",
     "qwen3_5_0_8b": "Qwen3_5ForCausalLM", "gpt_oss_20b": "GptOssForCausalLM", "gpt_oss_120b": "GptOssForCausalLM",
-    "seed_oss_36b": "SeedOssForCausalLM", "solar_open_100b": "SolarOpenForCausalLM",
+    "seed_oss_36b": "SeedOssForCausalLM", "solar_open_100b": "Glm4MoeForCausalLM",
     "glm_4_5_air": "Glm4MoeForCausalLM", "nemotron_h_8b": "NemotronHForCausalLM",
     "nemotron_h_56b": "NemotronHForCausalLM", "nemotron_3_nano_30b_a3b": "NemotronHForCausalLM",
     "nemotron_3_super_120b_a12b": "NemotronHForCausalLM",
