@@ -52,6 +52,13 @@ if TYPE_CHECKING:
 
 Rows = Iterable[tuple[str, str]]
 WHY = 24  # columns of a terminal below which a sentence is no longer read
+IN_PATTERN = (
+    "model.depth",
+    "model.letters.",
+    "model.substitute",
+    "feature.mtp.depths",
+    "feature.mtp.pattern",
+)  # what Megatron's says, too
 KEYS = ("format", "out", "explain", "diff", "list")
 # What `out` writes: the name of each file, its text, and a piece of text by which one of ours is known.
 FILES = {
@@ -250,10 +257,11 @@ def explain_key(lowering: Lowering, key: str, sources: Sources) -> str:
         rows["here"] += f"; lane `{recipe.lane.name}` puts `{by_lane}` there"
     if place := sources.where(key, or_above=False):
         rows["set"] = place
+    by = (key, "model.pattern") if key.startswith(IN_PATTERN) else (key,)
     told = [
         " ".join(lowering.target.words(s)) or f"{s.name}={_held(s.value)}, without a word"
         for s in lowering.settings
-        if s.key == key
+        if s.key in by
     ]
     rows["says"] = "; ".join(told) or "nothing to Megatron: it is read from plan.json, or by the commands"
     rows["kind"] = (

@@ -546,3 +546,17 @@ def test_what_a_dsa_layer_measures_is_priced(layer, rows):
     plan = lowered("nam56r", "model.seq_length=1024", "schedule.micro_batch_size=1").plan
     forward, _ = plan.recipe.blocks.dsa.working(Sizes.of(plan.site), plan.layers[layer - 1])
     assert forward.bytes == (8 * 56 * rows * 1024 if rows else 2 * 1024 * 3584)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "depths", "more", "stops"),
+    [("AE", 1, (), True), ("EA", 1, (), False), ("AE", 2, (), False), ("EAE", 2, (), True), ("A-", 1, (), False),
+     ("AE", 1, ("model.blocks.moe.balancing=none", "model.blocks.moe.aux_loss_coeff=0.0"), False),
+     ("AE", 1, ("model.blocks.moe.balancing=none", "model.blocks.moe.aux_loss_coeff=0.0", "model.blocks.moe.z_loss_coeff=1e-3"), True)],
+)  # fmt: skip
+def test_only_our_trainer_is_told_experts_of_mtp_that_stop_stock_megatron(pattern, depths, more, stops):
+    """Megatron-LM issue 7172: a router's place in a depth against a row for each depth."""
+    words = (f"feature.mtp.depths={depths}", f"feature.mtp.pattern={pattern}", *more)
+    lowering = translate(load("nam56r_native_dp", words))
+    assert [seam.owner for seam in lowering.plan.alone] == ["mtp"] * stops
+    assert any(word.startswith("mtp:") for word in argv.marker(lowering)) == stops

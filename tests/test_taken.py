@@ -34,8 +34,10 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("below", ["", "deeper"])
-@pytest.mark.parametrize("mark", taken.BELOW)
+@pytest.mark.parametrize(
+    ("mark", "below"),
+    [(mark, below) for mark in taken.SAID for below in ("", "deeper") if below or mark != taken.RECEIPT],
+)
 @pytest.mark.parametrize("writer", WRITERS)
 def test_nothing_is_written_into_what_vouches_for_its_files(tmp_path, capsys, writer, mark, below):
     at = tmp_path / "theirs" / below
@@ -47,7 +49,7 @@ def test_nothing_is_written_into_what_vouches_for_its_files(tmp_path, capsys, wr
         said = capsys.readouterr().err
     except Refused as refused:
         said = refused.render()
-    assert f"`{tmp_path}/theirs` is {taken.BELOW[mark]}, which vouches for its files" in said
+    assert f"`{tmp_path}/theirs` is {taken.SAID[mark]}, which vouches for its files" in said
     assert [path for path in (tmp_path / "theirs").rglob("*") if path.is_file()] == [tmp_path / "theirs" / mark]
 
 

@@ -684,6 +684,8 @@ BAD = {
     "the same, where a key elsewhere is called so": (["conf=nam56r", "model.width=512"], "`width` is `model.hidden_size` here\n"),
     "the same, asked about": (["conf=nam56r", "explain=learning_rate"], "no flag `--learning-rate`", "is `optim.lr` here\n"),
     "the same, asked about with its section": (["conf=nam56r", "explain=optim.wd"], "no key `optim.wd`", "is `optim.weight_decay` here\n"),
+    "a kind's, by the model's": (["conf=nam56r_native_dp", "model.blocks.mamba2.num_heads=4"], "did you mean `heads`?"),
+    "a pattern of none": (["conf=nam56r", "feature.mtp.depths=1", "feature.mtp.pattern=AX"], "no pattern of layers", "M and R as in"),
     "what follows from others": (["conf=nam56r", "parallel.dp=2"], "unknown key `dp` @ parallel\n", "ranks are what `cluster.nodes` x"),
     "Megatron's name of several keys": (["conf=nam56r", "num_query_groups=4"], "is `model.blocks.attention.query_groups` here"),
     "the same, with a plus": (["conf=nam56r", "+moe.top_k=4"], "unknown key `moe` @ moe", "whole: `model.blocks.moe.top_k`\n"),
@@ -970,3 +972,11 @@ def test_a_checkout_somewhere_else(tmp_path):
     shutil.copytree(conf_dir(), tmp_path / "place" / "conf")
     ran = cold("conf=nam56r_smoke", "format=json", cwd=tmp_path / "place")
     assert ran.out == argv.plan_json(translate(load("nam56r_smoke")))
+
+
+@pytest.mark.parametrize(
+    "key", ["model.depth", "model.letters.M", "model.substitute", "feature.mtp.depths", "feature.mtp.pattern"]
+)
+def test_a_key_that_is_part_of_the_pattern_says_the_pattern(key):
+    assert "--hybrid-layer-pattern " in warm("conf=nam56r", "feature.mtp.depths=1", f"explain={key}").out
+    assert "--hybrid" not in warm("conf=nam56r", "feature.mtp.depths=1", "explain=feature.mtp.loss_weight").out

@@ -11,6 +11,8 @@ from nam_megatron.words.setting import Row, Setting
 from nam_megatron.words.site import Site
 from nam_megatron.words.sizes import MTP, Line, Param, Sizes, Stage, Work
 
+LAYERS = r"^[AEMR-]{1,16}$"
+
 
 class Mtp(Feature):
     """Multi-token prediction: layers of `pattern` at each depth, attention never DSA."""
@@ -21,7 +23,7 @@ class Mtp(Feature):
     # A Literal would take `true` for 1. How many there are, the pattern says.
     depths: Annotated[int, Field(ge=0, le=2), Row("depths; 0: off")]
     pattern: Annotated[
-        Annotated[str, Field(pattern=r"^[AEMR-]{1,16}$")],
+        Annotated[str, Field(pattern=LAYERS)],
         Row("the layers of one depth: letters as in `model.pattern`, A never DSA, and `-` a dense MLP", was="A-"),
     ]
     loss_weight: Annotated[
@@ -32,6 +34,12 @@ class Mtp(Feature):
     def settings(self, site: Site) -> Iterator[Setting]:
         yield Setting("mtp_use_repeated_layer", False, "each depth has its own weights")
         yield Setting("mtp_detach_heads", False, "the extra losses train the trunk")
+
+    def alone(self, site: Site) -> Iterator[str]:
+        moe = site.blocks.moe
+        losses = moe is not None and (moe.balancing != "none" or moe.z_loss_coeff is not None)
+        if losses and any(kind == "moe" for kind in site.mtp[site.mtp_depths :]):
+            yield "a router in MTP with a loss is beyond the rows of Megatron 0.19.2's log, and the first step stops"
 
     def params(self, z: Sizes, stage: Stage) -> Iterator[Param]:
         if not stage.last:

@@ -18,6 +18,7 @@ from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.compile import resolvers
 from nam_megatron.conf import READ, conf_dir
 from nam_megatron.errors import Problem, Refused, joined, likely, quoted, raise_if
+from nam_megatron.features.mtp import LAYERS
 from nam_megatron.features.names import FEATURES
 from nam_megatron.recipe import resolve
 from nam_megatron.recipe.data import Data
@@ -494,6 +495,9 @@ def _problem(error: Mapping[str, Any]) -> Problem:
         return Problem(
             f"{shown} cannot be a file's name", key=key, hint="letters, digits, `_`, `.` and `-`", law="name-no-file"
         )
+    if kind == "string_pattern_mismatch" and error["ctx"]["pattern"] == LAYERS:
+        hint = "1 to 16 letters: A, E, M and R as in `model.pattern`, and `-`, a dense MLP"
+        return Problem(f"{shown} is no pattern of layers", key=key, hint=hint, law="letter-unknown")
     if kind == "string_pattern_mismatch":
         return Problem(f"{shown} begins with a blank or `-`, or has a control character", key=key, law="name-malformed")
     if kind in ("too_long", "too_short"):

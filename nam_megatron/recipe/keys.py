@@ -34,6 +34,9 @@ TRAINERS = {
         "model.seq_length": "seq_len max_seq_len max_seq_length sequence_length context_length context_len block_size max_length",
         "model.vocab_size": "vocab n_vocab",
         "model.hidden_dropout": "dropout",
+        "model.activation": "hidden_act activation_function act_fn",
+        "model.tied_embeddings": "share_embeddings_and_output_weights tie_embeddings weight_tying",
+        "feature.mtp.depths": "mtp_num_layers num_nextn_predict_layers mtp_num_hidden_layers num_mtp_layers mtp_depths",
         "parallel.tensor": "tp tp_size tensor_parallel tensor_parallel_size tensor_parallel_degree",
         "parallel.sequence": "sp",
         "parallel.pipeline": "pp pp_size pipeline_parallel pipeline_parallel_size pipeline_parallel_degree",
@@ -144,8 +147,9 @@ def whole_hint(written: Iterable[str]) -> str | None:
         if found := [f"`{known}`" for known in _known() if argument(known) == last]:
             return f"of Megatron's `--{last.replace('_', '-')}` the recipe's key is {' or '.join(found)}"
     for key in written:
-        last = key.rpartition(".")[2]
-        if here := called_elsewhere().get(last) or TRAINERS.get(last):
+        above, _, last = key.rpartition(".")
+        of_model = "blocks" not in above.split(".")  # a kind's heads are not the model's
+        if here := called_elsewhere().get(last) or (TRAINERS.get(last) if of_model else None):
             more = ", where attention and the MLP after it are two layers" if here == DEPTH else ""
             return f"what others call `{last}` is `{here}` here{more}"
         if follows := FOLLOWS.get(last):

@@ -172,7 +172,7 @@ def test_the_mends_that_a_trainer_says_stood_are_in_its_outcome(tmp_path):
 
 @pytest.mark.parametrize(("job", "every"), [({"trainer": "bridge", "log_interval": 10}, 10), ({"log_interval": 10}, 1)])
 def test_bridges_first_line_is_of_as_many_steps_as_the_others(tmp_path, monkeypatch, job, every):
-    monkeypatch.setattr(outcome.steps, "bad_put", lambda *_, every: every)
+    monkeypatch.setattr(outcome.steps, "bad_put", lambda *_, every, wall: every)
     assert outcome.of_run(tmp_path, {"nonce": "mine", "job": job})["bad_put"] == every
 
 
