@@ -823,7 +823,7 @@ def _qwen3_5_moe(s: Said) -> Words:
 def _ahead(s: Said, key: str = "mtp_num_hidden_layers") -> Words:
     if depths := s.get(key):
         s.left.append(
-            f"`{key}: {depths}`: left out, a layer of token prediction is `feature.mtp.depths` with its `pattern`"
+            f"`{key}: {depths}`: not read; a layer of token prediction is `feature.mtp.depths` with its `pattern`"
         )
     return iter(())
 
