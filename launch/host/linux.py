@@ -54,15 +54,15 @@ def numa(said: str | None) -> Finding:
     return Finding("numa", "ok", "NUMA balancing is off")
 
 
-def processes(proc: Path = PROC) -> list[Process]:
-    """Every process whose command line may be read."""
+def processes(proc: Path = PROC, *, nameless: bool = False) -> list[Process]:
+    """Every process whose command line may be read. nameless: others, too, such as one that is just started and has none yet."""
     found = []
     for folder in proc.iterdir():
-        if folder.name.isdecimal() and (line := text(folder / "cmdline")):
+        if folder.name.isdecimal() and ((line := text(folder / "cmdline")) or nameless):
             # `pid (name) state parent ...`; the name may hold anything, brackets too.
             stat = (text(folder / "stat") or "").rpartition(")")[2].split()
             parent = int(stat[1]) if len(stat) > 1 and stat[1].isdecimal() else 0
-            found.append(Process(int(folder.name), parent, tuple(line.rstrip("\0").split("\0"))))
+            found.append(Process(int(folder.name), parent, tuple((line or "").rstrip("\0").split("\0"))))
     return sorted(found, key=lambda p: p.pid)
 
 

@@ -297,7 +297,7 @@ def test_a_number_that_was_anothers_before_saves_no_rank(tmp_path, monkeypatch):
     now.wait()
     others = [linux.Process(pid, 1, ("x",)) for pid in range(now.pid, now.pid + 1000)]
     with monkeypatch.context() as before:
-        before.setattr(linux, "processes", lambda: others)
+        before.setattr(linux, "processes", lambda **_: others)
         started = Process(["sh", "-c", "sleep 61.25 >&- & exit 0"], os.environ, tmp_path)
     assert started.wait() == 0
     assert not [p for p in linux.processes() if p.words == ("sleep", "61.25")]
@@ -825,9 +825,15 @@ def test_a_line_that_does_not_end_is_cut_and_nothing_is_said_twice(tmp_path):
     assert "".join(said) == "".join(f"{i} " for i in range(50_000)) + "end" and len(said) > 2
 
 
-def test_what_the_launcher_had_started_before_goes_on(tmp_path):
+@pytest.mark.parametrize("just", [False, True], ids=["before", "just before"])
+def test_what_the_launcher_had_started_before_goes_on(tmp_path, monkeypatch, just):
+    """just: the kernel has not yet given it its command line."""
     with subprocess.Popen(["sleep", "600"]) as other:
-        with Process(["true"], os.environ, tmp_path) as process:
+        line, read = linux.PROC / str(other.pid) / "cmdline", linux.text
+        with monkeypatch.context() as patched:
+            patched.setattr(linux, "text", lambda path: "" if just and path == line else read(path))
+            process = Process(["true"], os.environ, tmp_path)
+        with process:
             assert process.wait() == 0
         with pytest.raises(subprocess.TimeoutExpired):
             other.wait(0.5)
