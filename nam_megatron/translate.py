@@ -52,13 +52,8 @@ if TYPE_CHECKING:
 
 Rows = Iterable[tuple[str, str]]
 WHY = 24  # columns of a terminal below which a sentence is no longer read
-IN_PATTERN = (
-    "model.depth",
-    "model.letters.",
-    "model.substitute",
-    "feature.mtp.depths",
-    "feature.mtp.pattern",
-)  # what Megatron's says, too
+# What Megatron's layer pattern says, too.
+IN_PATTERN = ("model.depth", "model.letters.", "model.substitute", "feature.mtp.depths", "feature.mtp.pattern")
 KEYS = ("format", "out", "explain", "diff", "list")
 # What `out` writes: the name of each file, its text, and a piece of text by which one of ours is known.
 FILES = {

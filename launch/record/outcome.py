@@ -53,11 +53,8 @@ def of_run(folder: Path, receipt: Mapping[str, Any]) -> dict[str, Any]:
         made_of = {"source": at(receipt, "source.trees.nam_megatron"), "plan": at(receipt, "plan.sha256")}
         found = events.read(folder, nonce, world, job.get("train_steps"), job.get("log_interval"), **made_of)
         said, started, ended, last, failure = found.said, found.started, found.over, found.last_step, found.failure
-        code, wall, more = (
-            failure and failure["code"],
-            found.wall,
-            {"hole": found.hole, "events": found.facts(), "loaded": found.begun},
-        )
+        code, wall = failure and failure["code"], found.wall
+        more = {"hole": found.hole, "events": found.facts(), "loaded": found.begun}
         mends = found.mends and {
             name: sha for name, sha in found.mends.items() if name in MENDS and events.HASH.fullmatch(str(sha))
         }

@@ -334,12 +334,10 @@ def bad_put(
         lines = [(rest[0], first[0].number - (every or 1)), *((s, before.number) for before, s in pairwise(rest))]
         middle = median(map(_ms, steady[:WINDOW]))
         excess = sum((_ms(s) - middle) * (s.number - before) for s, before in lines) / 1000
+    if wall is None and started and ended:
+        wall = _forward((ended - started).total_seconds())
     known = {
-        "wall_s": wall
-        if wall is not None
-        else _forward((ended - started).total_seconds())
-        if started and ended
-        else None,
+        "wall_s": wall,
         "until_first_step_s": None if began is None else _forward(began),
         "first_steps_excess_s": excess,
         "checkpoints_s": None if any(_forward(s) is None for s in saved) else sum(saved, 0.0),

@@ -30,9 +30,8 @@ class Process:
     def __init__(self, words: Sequence[str], environ: Mapping[str, str], cwd: Path):
         """Start it. Raises Refused where that cannot be."""
         launcher = os.getpid()
-        self._before = set(
-            linux.descendants(linux.processes(nameless=True), launcher)
-        )  # and no others: a number is given again
+        # Its own and no others: a number is given again.
+        self._before = set(linux.descendants(linux.processes(nameless=True), launcher))
         self._asked = 0
         LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)  # ranks whose torchrun was killed become our children, to be found
 

@@ -99,9 +99,8 @@ def load(folder: Path) -> Tokenizer:
         if (folder / FILE).stat().st_size > MOST_BYTES:
             raise ValueError(f"`{FILE}` has more than {MOST_BYTES >> 20} MiB")
         tree = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        if (
-            longest := max((len(str(one.get("content"))) for one in tree.get("added_tokens") or ()), default=0)
-        ) > MOST_ADDED:
+        longest = max((len(str(one.get("content"))) for one in tree.get("added_tokens") or ()), default=0)
+        if longest > MOST_ADDED:
             raise ValueError(f"one of `added_tokens` in `{FILE}` has {longest} characters, more than {MOST_ADDED}")
         with _no_panic():
             tokenizer = Tokenizer.from_file(str(folder / FILE))
@@ -165,9 +164,8 @@ def _growth(stage: Any) -> float:
         return prod(map(_growth, inner))
     if stage.get("type") == "ByteLevel":  # a byte that no text shows is a character of two
         return 2.0
-    if charsmap := stage.get(
-        "precompiled_charsmap"
-    ):  # the size of a trie, the trie, and what it leads to, each with a zero behind it
+    if charsmap := stage.get("precompiled_charsmap"):
+        # The size of a trie, the trie, and what it leads to, each with a zero behind it.
         raw = base64.b64decode(charsmap)
         return float(max(1, *map(len, raw[4 + int.from_bytes(raw[:4], "little") :].split(b"\0"))))
     content = str(stage.get("content") or stage.get("prepend") or "")

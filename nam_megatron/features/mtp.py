@@ -37,8 +37,7 @@ class Mtp(Feature):
 
     def alone(self, site: Site) -> Iterator[str]:
         moe = site.blocks.moe
-        losses = moe is not None and (moe.balancing != "none" or moe.z_loss_coeff is not None)
-        if losses and any(kind == "moe" for kind in site.mtp[site.mtp_depths :]):
+        if moe is not None and moe.has_losses and any(kind == "moe" for kind in site.mtp[site.mtp_depths :]):
             yield "a router in MTP with a loss is beyond the rows of Megatron 0.19.2's log, and the first step stops"
 
     def params(self, z: Sizes, stage: Stage) -> Iterator[Param]:

@@ -370,16 +370,15 @@ def export(
     of, keys = architecture(lowering.plan, named)
     _tell(keys, folder.CONFIG, say)
     source = exports.checked(step, lowering.plan)
-    places = list(families.places(of, describe.config(lowering.plan)))
-    theirs = {
-        place.name: (
-            one(place.name, tensor.name, *place.piece.shape, dtype=tensor.dtype),
-            tensor,
-            [p for p in (*found, place) if p.name == place.name],
-        )
-        for tensor, found in places
-        for place in [*found, *_again(found, families.copies(of, describe.config(lowering.plan)))]
-    }
+    config = describe.config(lowering.plan)
+    copies = families.copies(of, config)
+    theirs: dict[str, tuple[Tensor, Tensor, list[Place]]] = {}
+    for tensor, found in families.places(of, config):
+        by_name: dict[str, list[Place]] = {}
+        for place in (*found, *_again(found, copies)):
+            by_name.setdefault(place.name, []).append(place)
+        for name, held in by_name.items():
+            theirs[name] = one(name, tensor.name, *held[-1].piece.shape, dtype=tensor.dtype), tensor, held
     with folder.making(out) as part:
         _write(part, [made for made, _, _ in theirs.values()], _reader(source, theirs), shard_bytes, say)
         ends, generation = exports.special(tokens)

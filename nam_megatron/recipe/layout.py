@@ -64,7 +64,7 @@ class Parallel(Config):
     def alone(self, site: Site) -> Iterator[str]:
         dsa, moe = site.blocks.dsa, site.blocks.moe
         indexed = dsa is not None and dsa.indexer_loss_coeff > 0
-        routed = moe is not None and "moe" in site.kinds and (moe.balancing != "none" or moe.z_loss_coeff is not None)
+        routed = moe is not None and "moe" in site.kinds and moe.has_losses
         if self.context > 1 and site.mtp:
             yield "Megatron 0.19.2 averages the means of context ranks, and in MTP's loss the last tokens of each count for nothing"
         if self.context > 1 and indexed:

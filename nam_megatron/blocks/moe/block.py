@@ -141,6 +141,11 @@ class Moe(Block):
         return self.dispatcher in ("local", "gathered")
 
     @property
+    def has_losses(self) -> bool:
+        """Whether routers have losses of their own, which Megatron logs."""
+        return self.balancing != "none" or self.z_loss_coeff is not None
+
+    @property
     def gathers(self) -> bool:
         """Whether every rank of an expert group gets all tokens, and has rows for whatever the router may choose."""
         return self.dispatcher == "gathered"
