@@ -75,46 +75,35 @@ AGAIN = "feature.recompute.granularity=selective feature.recompute.modules="
 PARTWISE = "feature.cuda_graphs.impl=transformer_engine feature.cuda_graphs.modules=[attn]"
 FLASH, QUACK = "precision.attention_kernels=flash_attention_4", "execution.moe.expert_gemm=quack"
 BLOCKWISE = "+overlay=fp8 feature.fp8.recipe=blockwise"
+NATIVE, AUTHOR = "nam56r_native_dp_fused", "nam56r_fused"
 # A law of what nobody has tried -> a preset, GPUs, and words that it alone refuses.
 TRIED = {
-    "whole-step-recompute": ("nam56r_native_dp_fused", 1, f"{AGAIN}[moe_act] {WHOLE}"),
-    "whole-step-fp8-blockwise": ("nam56r_native_dp_fused", 1, f"{BLOCKWISE} {KEEP}=false {WHOLE}"),
+    "whole-step-recompute": (NATIVE, 1, f"{AGAIN}[moe_act] {WHOLE}"),
+    "whole-step-fp8-blockwise": (NATIVE, 1, f"{BLOCKWISE} {KEEP}=false {WHOLE}"),
     "whole-step-fp8-weights": ("llama_3_1_8b", 2, f"+overlay=fp8 feature.fp8.param_gather=true {WHOLE}"),
-    "whole-step-bf16-layers": ("nam56r_native_dp_fused", 1, f"+overlay=fp8 feature.fp8.first_last_bf16=true {WHOLE}"),
+    "whole-step-bf16-layers": (NATIVE, 1, f"+overlay=fp8 feature.fp8.first_last_bf16=true {WHOLE}"),
     "whole-step-fsdp": ("llama_3_1_8b", 2, f"feature.megatron_fsdp.enabled=true {WHOLE}"),
-    "whole-step-ngrams": ("nam56r_native_dp_fused", 1, f"{NGRAMS} {WHOLE}"),
-    "whole-step-naive-streams": (
-        "nam56r_native_dp_fused",
-        1,
-        f"feature.mhc.streams=4 feature.mhc.kernels=naive {WHOLE}",
-    ),
-    "flash4-context": ("nam56r_native_dp_fused", 2, f"parallel.context=2 {FLASH}"),
-    "flash4-deterministic": ("nam56r_native_dp_fused", 1, f"precision.deterministic=true {FLASH}"),
-    "flash4-graphs": ("nam56r_native_dp_fused", 1, f"{FLASH} {PARTWISE}"),
-    "quack-bf16-gradients": ("nam56r_native_dp_fused", 1, f"{QUACK} precision.grad_reduce=bf16"),
-    "quack-deterministic": ("nam56r_native_dp_fused", 1, f"{QUACK} precision.deterministic=true"),
-    "quack-muon": ("nam56r_native_dp_fused", 1, f"{QUACK} +overlay=muon"),
-    "fp8-inputs-recompute": ("nam56r_fused", 1, f"+overlay=fp8 {AGAIN}[moe_act]"),
-    "fp8-inputs-blockwise": ("nam56r_native_dp_fused", 1, BLOCKWISE),
-    "fp8-inputs-graphs": ("nam56r_native_dp_fused", 1, f"+overlay=fp8 {PARTS}=[] {PARTWISE}"),
-    "fp8-parts-graphs": ("nam56r_native_dp_fused", 1, f"+overlay=fp8 {KEEP}=false {PARTWISE}"),
-    "fp8-delayed-recompute": (
-        "nam56r_fused",
-        1,
-        f"+overlay=fp8 feature.fp8.recipe=delayed {KEEP}=false execution.mamba3.recompute=in_proj",
-    ),
-    "mamba3-rates-blockwise": ("nam56r_fused", 1, f"{BLOCKWISE} {KEEP}=false"),
-    "streams-recompute": ("nam56r_native_dp_fused", 1, f"feature.mhc.streams=4 {AGAIN}[moe_act]"),
-    "streams-fp8": ("nam56r_native_dp_fused", 1, "feature.mhc.streams=4 +overlay=fp8"),
-    "streams-interleaved": (
-        "nam56r_native_dp_fused",
-        2,
-        "feature.mhc.streams=4 parallel.pipeline=2 parallel.virtual_pipeline=2",
-    ),
-    "mtp-tied-embeddings": ("nam56r_native_dp_fused", 1, "model.tied_embeddings=true feature.mtp.depths=1"),
-    "mtp-kinds-untried": ("nam56r_native_dp_fused", 1, "feature.mtp.depths=1 feature.mtp.pattern=AEM +overlay=fp8"),
+    "whole-step-ngrams": (NATIVE, 1, f"{NGRAMS} {WHOLE}"),
+    "whole-step-naive-streams": (NATIVE, 1, f"feature.mhc.streams=4 feature.mhc.kernels=naive {WHOLE}"),
+    "flash4-context": (NATIVE, 2, f"parallel.context=2 {FLASH}"),
+    "flash4-deterministic": (NATIVE, 1, f"precision.deterministic=true {FLASH}"),
+    "flash4-graphs": (NATIVE, 1, f"{FLASH} {PARTWISE}"),
+    "quack-bf16-gradients": (NATIVE, 1, f"{QUACK} precision.grad_reduce=bf16"),
+    "quack-deterministic": (NATIVE, 1, f"{QUACK} precision.deterministic=true"),
+    "quack-muon": (NATIVE, 1, f"{QUACK} +overlay=muon"),
+    "fp8-inputs-recompute": (AUTHOR, 1, f"+overlay=fp8 {AGAIN}[moe_act]"),
+    "fp8-inputs-blockwise": (NATIVE, 1, BLOCKWISE),
+    "fp8-inputs-graphs": (NATIVE, 1, f"+overlay=fp8 {PARTS}=[] {PARTWISE}"),
+    "fp8-parts-graphs": (NATIVE, 1, f"+overlay=fp8 {KEEP}=false {PARTWISE}"),
+    "fp8-delayed-recompute": (AUTHOR, 1, f"+overlay=fp8 feature.fp8.recipe=delayed {KEEP}=false execution.mamba3.recompute=in_proj"),
+    "mamba3-rates-blockwise": (AUTHOR, 1, f"{BLOCKWISE} {KEEP}=false"),
+    "streams-recompute": (NATIVE, 1, f"feature.mhc.streams=4 {AGAIN}[moe_act]"),
+    "streams-fp8": (NATIVE, 1, "feature.mhc.streams=4 +overlay=fp8"),
+    "streams-interleaved": (NATIVE, 2, "feature.mhc.streams=4 parallel.pipeline=2 parallel.virtual_pipeline=2"),
+    "mtp-tied-embeddings": (NATIVE, 1, "model.tied_embeddings=true feature.mtp.depths=1"),
+    "mtp-kinds-untried": (NATIVE, 1, "feature.mtp.depths=1 feature.mtp.pattern=AEM +overlay=fp8"),
     "kind-untried": ("qwen3_5_0_8b", 1, WHOLE),
-}
+}  # fmt: skip
 GPU_TEST = "-m pytest -q -m gpu -p no:cacheprovider -p no:xdist tests/gpu/%s"
 JOBS = {
     "data": Job(
@@ -199,7 +188,7 @@ JOBS = {
     **{
         f"tried_{law}": Job(
             gpus,
-            10 if preset == "nam56r_fused" else 5,
+            10 if preset == AUTHOR else 5,
             PROVE % (f"tried_{law}", preset) + f' --with "cluster=h200_{gpus} {words} allow.{law}=tried"',
             gib=40,
         )

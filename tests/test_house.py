@@ -15,7 +15,7 @@ from tiers import SLOW_ALONE, few
 from nam_megatron.recipe.keys import keys_at
 
 # What each measure is at most. One that gets better takes its bound along.
-CIRCLE, PRIVATE, PYTHON, GOLDEN = 1, 0, 125_028, 6_315
+CIRCLE, PRIVATE, PYTHON, GOLDEN = 1, 0, 125_007, 6_315
 
 
 def test_imports_keep_to_the_layers():
